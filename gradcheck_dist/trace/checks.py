@@ -38,7 +38,8 @@ class Checks:
 
     def _param(self, param: Param) -> str:
         known = self.params.get(param.id)
-        if known is not None and known.num_positions != param.num_positions:
+        # One that held nothing when it was first seen (ZeRO 3) has none.
+        if known is not None and known.num_positions not in (0, param.num_positions):
             return f"gives parameter {param.id} {param.num_positions} positions, an earlier one {known.num_positions}"
         self.params[param.id] = param
         return ""

@@ -198,7 +198,7 @@ def test_a_buffer_that_is_reduced_in_buckets_is_followed_for_each_parameter_once
 
 
 def info(number: int, values: Tensor) -> Any:
-    return SimpleNamespace(id=number, param=values)
+    return SimpleNamespace(id=number, param=values, numel=values.numel())
 
 
 def test_a_shard_holds_the_end_of_one_parameter_and_the_beginning_of_the_next() -> None:

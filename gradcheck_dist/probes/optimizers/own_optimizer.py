@@ -94,10 +94,11 @@ class OwnOptimizer:
 
     def _updated_inside(self) -> bool:
         """Whether most parameters hold other values than before the pass. On an accelerator that is told later, and the
-        step does not end here."""
-        if all(is_host(param) for param, _, _ in self._before):
-            return 2 * _num_changed(self._before) > len(self._before)
-        pairs = [(state, _state(param, which, inside=True)) for param, which, state in self._before]
+        step does not end here. One that holds nothing any more (ZeRO 3) does not tell."""
+        before = [noted for noted in self._before if _local(noted[0]) is not None]
+        if all(is_host(param) for param, _, _ in before):
+            return 2 * _num_changed(before) > len(before)
+        pairs = [(state, _state(param, which, inside=True)) for param, which, state in before]
         changed = [
             (one != other).any() for one, other in pairs if isinstance(one, Tensor) and isinstance(other, Tensor)
         ]

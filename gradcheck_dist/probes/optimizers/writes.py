@@ -166,7 +166,7 @@ class Writes:
             if tensor.requires_grad or not tensor.is_contiguous():
                 continue
             inside = in_memory(tensor, places.overlapping(tensor))
-            infos = [one.info for one in inside if one.length == one.info.param.numel()]
+            infos = [one.info for one in inside if one.length == one.info.numel]
             infos = infos or places.by_value.reduced(tensor)
             found.update((info.id, info) for info in infos)
         return list(found.values())

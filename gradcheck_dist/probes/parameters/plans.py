@@ -53,7 +53,8 @@ class ParamInfo:
 
     `active` tells whether it is sampled in this step: of a large model's parameters one in `period` is. `regions` is
     not empty where an optimizer's tensor is no parameter of the model but a copy of parts of some. `arrives_as` is how
-    a plain gradient that arrives in backward lies in it, where that is no matter of course.
+    a plain gradient that arrives in backward lies in it, where that is no matter of course. `shape` and `numel` are
+    those of the whole parameter, also while `param` holds nothing (ZeRO 3).
     """
 
     __slots__ = (
@@ -62,6 +63,7 @@ class ParamInfo:
         "id",
         "managed_by",
         "name",
+        "numel",
         "param",
         "period",
         "plain",
@@ -96,7 +98,8 @@ class ParamInfo:
         """Stand for a tensor, or for the one that it turned out to be a part of."""
         self.param = param
         self.shape = tuple(param.shape)
-        self.positions = sample_positions(str(self.shape), param.numel(), sample_size)
+        self.numel = param.numel()
+        self.positions = sample_positions(str(self.shape), self.numel, sample_size)
 
 
 def summed_over(tensor: Any) -> tuple[int, ...]:
@@ -129,7 +132,7 @@ class Plans:
             key: Any = tensor.device
             found = info.plans.get(key)
             if found is None:
-                if tensor.numel() != info.param.numel():
+                if tensor.numel() != info.numel:
                     return None
                 found = info.plans[key] = self._new_plan(
                     info, None, info.positions, tensor.device, (), (0,) * len(info.shape), info.shape
@@ -164,7 +167,7 @@ class Plans:
             which = ((info.positions >= start) & (info.positions < start + length)).nonzero()[0]
             indices = info.positions[which] - start + offset
             chosen = None if len(which) == len(info.positions) else which
-            whole = length == info.param.numel()
+            whole = length == info.numel
             box = ((0,) * len(info.shape), info.shape) if whole else ((start,), (length,))
             found = info.plans[key] = self._new_plan(info, chosen, indices, device, (), *box)
         return found

@@ -44,6 +44,10 @@ class Region(NamedTuple):
             return None
         return Region(self.info, self.start + first - self.offset, first - low, last - first)
 
+    def holds(self, other: Region) -> bool:
+        """Whether the other one's elements are of this one's."""
+        return self.info is other.info and self.start <= other.start < self.start + self.length
+
 
 def buffer_of(info: ParamInfo) -> Tensor | None:
     """The tensor of the parameter's size that hangs on it in place of `.grad`."""
@@ -162,7 +166,7 @@ class Finder:
                 continue
             begin, share = _part_of(first)
             for index, info in zip(copies, between, strict=True):
-                region = Region(info, round(begin * info.param.numel()), 0, flat[index].numel())
+                region = Region(info, round(begin * info.numel), 0, flat[index].numel())
                 exact = _part_of(region) == (begin, share) and not _varied(info.param) and not _varied(flat[index])
                 if exact and _same(info.param, flat[index], -region.start):
                     more[index] = [region]
@@ -179,7 +183,7 @@ class Finder:
         held_by = [*found.values(), *(regions for regions, _ in self._told)]
         claimed = self._copied | {region.info.id for regions in held_by for region in regions}
         constants = {info.id: info for info in infos if info.id not in claimed and not _varied(info.param)}
-        total, values = sum(info.param.numel() for info in constants.values()), flat[left[0]]
+        total, values = sum(info.numel for info in constants.values()), flat[left[0]]
         self._scanned += total
         parts = _part_numbers(self._told, [info for info in infos if info.id not in constants])
         if self._scanned > MAX_SCANNED or len(parts) != 1 or (part := parts.pop()) is None:
@@ -189,9 +193,9 @@ class Finder:
             return {}
         offset, held = -number * values.numel(), []
         for info in constants.values():
-            mine = Region(info, 0, offset, info.param.numel()).part(0, values.numel())
+            mine = Region(info, 0, offset, info.numel).part(0, values.numel())
             held += [mine] if mine is not None else []
-            offset += info.param.numel()
+            offset += info.numel
         if not held:
             return {}
         wanted = [info.param.detach().reshape(-1)[start : start + length] for info, start, _, length in held]
@@ -206,7 +210,7 @@ class Finder:
             twins.sort(key=lambda info: info.id in self._copied)  # those without a copy first, in the model's order
             found = [whole(info) for info in twins[:1]]
         found = found or self._tile(flat, infos)
-        self._copied.update(region.info.id for region in found if region.length == region.info.param.numel())
+        self._copied.update(region.info.id for region in found if region.length == region.info.numel)
         return found
 
     def _tile(self, flat: Tensor, infos: list[ParamInfo]) -> list[Region]:
@@ -281,11 +285,11 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _compared(flat: Tensor, dtype: torch.dtype) -> bytes:
-    values = flat[_spread(flat.numel(), flat.device)].to(dtype)
+    values = flat[spread(flat.numel(), flat.device)].to(dtype)
     return values.cpu().view(torch.uint8).numpy().tobytes()
 
 
-def _spread(length: int, device: torch.device) -> Tensor:
+def spread(length: int, device: torch.device) -> Tensor:
     """Positions of elements that are compared, over all of a tensor."""
     return torch.linspace(0, length - 1, min(length, NUM_COMPARED), dtype=torch.float64, device=device).long()
 
@@ -307,7 +311,7 @@ def _by_gradient(copy: Tensor, values: Tensor, gradients: Iterable[tuple[Sequenc
 
 def _part_of(region: Region) -> tuple[Fraction, Fraction]:
     """Where a region begins in its parameter and how much of it it is."""
-    size = region.info.param.numel()
+    size = region.info.numel
     return Fraction(region.start, size), Fraction(region.length, size)
 
 
@@ -316,7 +320,7 @@ def _part_numbers(
 ) -> set[tuple[int, int] | None]:
     """Which of how many equal parts of some parameters, one after the other, copies of these sizes are; None for one
     that is none of them."""
-    sizes = [info.param.numel() for info in infos]
+    sizes = [info.numel for info in infos]
     begins = dict(zip((info.id for info in infos), accumulate(sizes, initial=0), strict=False))
     found: set[tuple[int, int] | None] = set()
     for (first, *_), length in copies:
@@ -327,12 +331,12 @@ def _part_numbers(
 
 def whole(info: ParamInfo) -> Region:
     """All of a parameter, in a tensor of its own size."""
-    return Region(info, 0, 0, info.param.numel())
+    return Region(info, 0, 0, info.numel)
 
 
 def _region(info: ParamInfo, shift: int, size: int) -> Region:
     start, offset = max(-shift, 0), max(shift, 0)
-    return Region(info, start, offset, min(info.param.numel() - start, size - offset))
+    return Region(info, start, offset, min(info.numel - start, size - offset))
 
 
 def _overlap(one: Region, other: Region) -> bool:
@@ -349,9 +353,9 @@ def _beside(infos: list[ParamInfo], index: int, placed: dict[int, Region], direc
             continue
         begin = region.offset - region.start
         if direction in (0, side):
-            shifts.append(begin + region.info.param.numel())
+            shifts.append(begin + region.info.numel)
         if direction in (0, -side):
-            shifts.append(begin - infos[index].param.numel())
+            shifts.append(begin - infos[index].numel)
     return list(dict.fromkeys(shifts))
 
 
@@ -361,7 +365,7 @@ def _same(param: Tensor, flat: Tensor, shift: int) -> bool:
     length = min(param.numel() - start, flat.numel() - offset)
     if length <= 0:
         return False
-    index = _spread(length, flat.device)
+    index = spread(length, flat.device)
     mine = param.detach().reshape(-1)[start : start + length][index]
     return bool(torch.equal(mine, flat[offset : offset + length][index].to(mine.dtype)))
 

@@ -13,6 +13,7 @@ from gradcheck_dist.events import UNNAMED, AnyRecord, Param, ParamSet, Site, Wra
 from gradcheck_dist.probes.parameters.budget import BUDGET_BYTES, SamplingPlan, sampling_plan
 from gradcheck_dist.probes.parameters.identity import embeddings_of, fingerprint, is_expert, partitioned
 from gradcheck_dist.probes.parameters.identity import start as first_values
+from gradcheck_dist.probes.parameters.in_use import InUse
 from gradcheck_dist.probes.parameters.plans import Layout as Layout
 from gradcheck_dist.probes.parameters.plans import LocalPlan as LocalPlan
 from gradcheck_dist.probes.parameters.plans import ParamInfo as ParamInfo
@@ -49,6 +50,7 @@ class Registry(Plans):
         self._trained: set[int] = set()  # ids of parameters that were trained when they were last looked at
         self._owned: set[int] = set()  # parameters that an optimizer owns itself
         self._finder = Finder()
+        self._in_use = InUse()
         self._names: set[tuple[int | None, str]] = set()
         self._sets: dict[tuple[int, ...], int] = {}
         self._sets_asked: dict[tuple[int, ...], int] = {}  # the same, by what was asked for
@@ -99,12 +101,21 @@ class Registry(Plans):
                 foreign.append(param)
             elif owner:
                 self._owned.add(info.id)
+        for _ in range(2):  # what holds constants alone is known once others are
+            foreign = [param for param in foreign if not self._holds_parts(param)]
         if not foreign:
             return
         candidates = [info for info in self.infos() if info.param.requires_grad and info.id not in self._owned]
         gradients = [([whole(info)], buffer) for info in candidates if (buffer := gradient_of(info)) is not None]
         for index, regions in self._finder.find(foreign, candidates, gradients).items():
             self.add_copy(foreign[index], regions)
+
+    def _holds_parts(self, param: Tensor) -> bool:
+        """Whether an optimizer's tensor turns out to hold parts of parameters that are whole only while in use."""
+        parts = self._in_use.find(param)
+        if parts:
+            self.add_copy(param, parts)
+        return bool(parts)
 
     def add_copy(self, param: Tensor, regions: Iterable[Region]) -> ParamInfo:
         """An optimizer's tensor in which parameters of the model, or parts of them, lie."""
@@ -178,6 +189,13 @@ class Registry(Plans):
         self._asked.clear()
         self._write_param(info, looked_up)
         return info
+
+    def is_whole(self, info: ParamInfo) -> None:
+        """A parameter holds something that held nothing when it was first seen."""
+        info.shows(info.param, self._plan.elements)
+        info.plans.clear()
+        self._in_use.keep(info)
+        self._write_param(info, info.id in self._looked_up)
 
     def write_again(self, info: ParamInfo) -> None:
         """A parameter is trained now that was frozen when it was first written."""

@@ -188,7 +188,7 @@ class Replicas:
         if not len(found) == len(self._left_values) == sum(taken) or torch.equal(found, self._left_values):
             return None
         changed = (found != self._left_values).split(taken)
-        sizes = [info.param.numel() for info, _ in self._chosen]
+        sizes = [info.numel for info, _ in self._chosen]
         num = sum(size for size, of in zip(sizes, changed, strict=True) if bool(of.any()))
         before, self._moved_before = self._moved_before, moved
         return moved - before >= max(num / PACKED, min(NUMBERS, sum(sizes)))
