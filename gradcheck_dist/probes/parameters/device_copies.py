@@ -27,7 +27,7 @@ class DeviceCopies:
 
     def __init__(
         self,
-        search: Callable[[Tensor, bool], tuple[list[Region], bool]],
+        search: Callable[[Tensor, bool, int], tuple[list[Region], bool]],
         holds_now: Callable[[Tensor, Sequence[ParamInfo]], bool],
     ) -> None:
         self._search, self._holds_now = search, holds_now
@@ -41,7 +41,7 @@ class DeviceCopies:
         self._asked.clear()
         self._results.clear()
 
-    def regions(self, tensor: Tensor, *, stacked: bool) -> list[Region]:
+    def regions(self, tensor: Tensor, *, stacked: bool, scattered: int) -> list[Region]:
         """Which gradients a buffer is a copy of."""
         if again := self.reduced(tensor):
             return again
@@ -49,7 +49,7 @@ class DeviceCopies:
         buffer = (*kind, self._asked[kind])
         self._asked[kind] += 1
         if not self._settled:
-            self._known[buffer], compared = self._search(tensor, stacked)
+            self._known[buffer], compared = self._search(tensor, stacked, scattered)
             self._compared |= compared
             return self._known[buffer]
         found = self._known.get(buffer, [])

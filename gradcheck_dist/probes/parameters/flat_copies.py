@@ -12,21 +12,33 @@ cases. One of LEAST elements fixes the multiple, and all others are so near in o
 
 from __future__ import annotations
 
-import functools
+import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from gradcheck_dist.probes.parameters.device_copies import DeviceCopies
-from gradcheck_dist.probes.parameters.regions import Region, buffer_of
+from gradcheck_dist.probes.parameters.elements import (
+    LEAST,
+    Run,
+    agree,
+    are_multiples,
+    compared,
+    could_hold,
+    elements,
+    gradient_beside,
+    multiple,
+    neighbours,
+    of_types,
+    rounding,
+)
+from gradcheck_dist.probes.parameters.regions import Region
 from gradcheck_dist.probes.parameters.registry import ParamInfo
+from gradcheck_dist.probes.parameters.scattered import are_in_parts, parts_of, runs_in_parts
 from gradcheck_dist.probes.parameters.stand_ins import is_host
-
-Run = tuple[int, int, int]
-"""Neighbours: 1 or -1 for the other way round, first, last + 1"""
 
 Orders = dict[int, list[ParamInfo]]
 """Parameters in the model's order (1) and against it (-1)."""
@@ -34,13 +46,8 @@ Orders = dict[int, list[ParamInfo]]
 Result = tuple[list[Region], Tensor, Tensor]
 """What a copy held, and values of what its reduction gave: where they lie in the copy, and what they are."""
 
-TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-NUM_COMPARED = 8
-"""Elements of each gradient."""
 NUM_OF_RESULT = 32
 """Elements of what a reduction gave."""
-LEAST = 6
-"""Elements that are not zero, in all: fewer are a multiple of others by chance."""
 MAX_TRIED = 64
 """Runs of parameters that are compared with one buffer."""
 MAX_COMPARED = 1024
@@ -67,9 +74,10 @@ class FlatCopies:
         self._held: dict[torch.dtype, Orders] = {}  # those among which the last copy of this type was found
         self._next: dict[torch.dtype, tuple[int, int]] = {}  # direction, and behind how many parameters in it
         self._picked: dict[int, list[ParamInfo]] = {}  # what was in buffers of this size of such that are no neighbours
+        self._in_parts: dict[int, list[ParamInfo]] = {}  # the same, of each of which ranks' parts lie apart
         self._left = MAX_COMPARED
         self._results: dict[int, deque[Result]] = {}  # by the size of the copy that was reduced
-        self._elsewhere = DeviceCopies(self._search_elsewhere, _hold)
+        self._elsewhere = DeviceCopies(self._search_elsewhere, could_hold)
 
     def step_begins(self) -> None:
         self._elsewhere.step_begins()
@@ -88,7 +96,7 @@ class FlatCopies:
             self._elsewhere.came_out(copied, output)
         if not own or not is_host(output):
             return
-        whole = next(region for region in copied if region.info is own[0].info)
+        whole = next(region for region in copied if region.holds(own[0]))
         low = whole.offset + own[0].start - whole.start - own[0].offset
         flat = output.detach().reshape(-1)
         told = flat.nonzero().reshape(-1)
@@ -110,21 +118,47 @@ class FlatCopies:
     def _once_more(self, flat: Tensor) -> list[Region]:
         """What a tensor holds that is the result of a reduction of this step, times one number."""
         for regions, places, values in self._results.get(flat.numel(), ()):
-            if _agree(values, flat.take(places).double(), 4 * torch.finfo(flat.dtype).eps):
+            if agree(values, flat.take(places).double(), 4 * torch.finfo(flat.dtype).eps):
                 return regions
         return []
 
-    def regions(self, tensor: Tensor, *, stacked: bool = False) -> list[Region]:
-        """Which gradients a tensor is a copy of, times one number; [] where it is none. `stacked`: also where it has
-        more than one dimension, and zeros behind the last gradient, as in an optimizer's own step."""
+    def regions(self, tensor: Tensor, *, stacked: bool = False, scattered: int = 1) -> list[Region]:
+        """Which gradients a tensor is a copy of, times one number; [] where it is none.
+
+        Args:
+            stacked: also where it has more than one dimension, and zeros behind the last gradient, as in an optimizer's
+                own step.
+            scattered: also where it holds an equal part of each gradient for each of so many ranks.
+        """
         if tensor.layout is not torch.strided or not tensor.is_contiguous():
             return []
         if not is_host(tensor):
-            return self._elsewhere.regions(tensor, stacked=stacked)
-        return self._search(tensor, stacked)
+            return self._elsewhere.regions(tensor, stacked=stacked, scattered=scattered)
+        return self._find(tensor, stacked, scattered)
 
-    def _search_elsewhere(self, tensor: Tensor, stacked: bool) -> tuple[list[Region], bool]:
-        found = self._search(tensor, stacked)
+    def _find(self, tensor: Tensor, stacked: bool, num_ranks: int) -> list[Region]:
+        if num_ranks < 2:
+            return self._search(tensor, stacked)
+        left, size = self._left, tensor.numel()
+        if (run := self._in_parts.get(size)) and could_hold(tensor, run):
+            regions = parts_of(run, num_ranks)
+            if are_in_parts(tensor, run, regions):
+                return regions
+        return self._search(tensor, stacked) or self._search_parts(tensor, num_ranks, left)
+
+    def _search_parts(self, buffer: Tensor, num_ranks: int, left: int) -> list[Region]:
+        for own in of_types(self._infos(), buffer):
+            for run in itertools.islice(runs_in_parts(buffer, own, num_ranks), MAX_TRIED):
+                self._left -= len(run)
+                if self._left <= 0:
+                    return []
+                if are_in_parts(buffer, run, regions := parts_of(run, num_ranks)):
+                    self._left, self._in_parts[buffer.numel()] = left, run
+                    return regions
+        return []
+
+    def _search_elsewhere(self, tensor: Tensor, stacked: bool, scattered: int) -> tuple[list[Region], bool]:
+        found = self._find(tensor, stacked, scattered)
         return found, any(held[1] for held in self._held.values())
 
     def _search(self, tensor: Tensor, stacked: bool) -> list[Region]:
@@ -148,7 +182,7 @@ class FlatCopies:
             return []
         infos = self._infos()
         self._left -= len(infos) // ASKED_LIKE_ONE_COMPARED
-        for own in _alike(infos, tensor):
+        for own in of_types(infos, tensor):
             held = self._held[tensor.dtype] = {1: own, -1: own[::-1]}
             for run in _candidates(own, flat):
                 if self._left <= 0:
@@ -169,53 +203,53 @@ class FlatCopies:
 
     def _is_copy(self, flat: Tensor, mine: Sequence[ParamInfo], expected: bool = False) -> bool:
         """`expected`: behind the last copy of this type, so that few elements are no chance."""
-        if sum(info.param.numel() for info in mine) > flat.numel():
+        if sum(info.numel for info in mine) > flat.numel():
             return False
-        if not _hold(flat, mine):
+        if not could_hold(flat, mine):
             return False
-        allowed, lost, same = _rounding(flat, mine)
+        allowed, lost, same = rounding(flat, mine)
         self._left -= 1
-        if len(mine) > 1 and not _agree(*_values(flat, mine[:1]), 2 * allowed, lost):
+        if len(mine) > 1 and not agree(*elements(flat, mine[:1]), 2 * allowed, lost):
             return False
         self._left -= len(mine) - 1
-        grads, values = _values(flat, mine)
+        grads, values = elements(flat, mine)
         least = min(LEAST, flat.numel()) if same or expected else LEAST
         enough = int((values.abs() * allowed > lost).sum()) >= least
-        return enough and bool(grads.any()) and _agree(grads, values, allowed, lost)
+        return enough and bool(grads.any()) and agree(grads, values, allowed, lost)
 
     def _pick(self, flat: Tensor, held: Orders, until: int | None) -> list[ParamInfo]:
         """The gradients that fill a buffer from end to end, or `until` there, whatever lies between them in the model;
         [] for none."""
         end = flat.numel() if until is None else until
         for own in held.values():
-            total = sum(info.param.numel() for info in own)
+            total = sum(info.numel for info in own)
             for first, info in enumerate(own):
                 if total < end or self._left <= 0:
                     break
                 if (picked := self._walk(flat, own[first:], end)) and self._is_copy(flat, picked):
                     return picked
-                total -= info.param.numel()
+                total -= info.numel
         picked = self._walk_in_any_order(flat, held[1], end)
         return picked if picked and self._is_copy(flat, picked) else []
 
     def _walk_in_any_order(self, flat: Tensor, own: Sequence[ParamInfo], end: int) -> list[ParamInfo]:
         """The gradients that fill a buffer, whichever comes next. Two elements of each tell which it may be."""
-        total = sum(info.param.numel() for info in own)
+        total = sum(info.numel for info in own)
         if self._left <= 0 or total + _padding(total) < end:
             return []
-        fitting = [info for info in own if info.param.numel() <= flat.numel()]  # few, beside numbers for a log
+        fitting = [info for info in own if info.numel <= flat.numel()]  # few, beside numbers for a log
         self._left -= len(fitting) // LOOKED_AT_LIKE_ONE_COMPARED
         # One element is a multiple of anything: the largest ones have the first word.
         marks = [mark for info in fitting if (mark := _mark(info)) is not None]
-        marks.sort(key=lambda mark: -mark.info.param.numel())
+        marks.sort(key=lambda mark: -mark.info.numel)
         if not marks:
             return []
         places, numbers = (
             torch.tensor([mark.places for mark in marks], device="cpu"),
             torch.stack([mark.values for mark in marks]),
         )
-        sizes = torch.tensor([mark.info.param.numel() for mark in marks], device="cpu")
-        allowed, lost, _ = _rounding(flat, own)
+        sizes = torch.tensor([mark.info.numel for mark in marks], device="cpu")
+        allowed, lost, _ = rounding(flat, own)
         left = torch.ones(len(marks), dtype=torch.bool, device="cpu")
         picked: list[ParamInfo] = []
         offset, factor = 0, 0.0
@@ -229,12 +263,12 @@ class FlatCopies:
                 if self._left <= 0:
                     return []
                 self._left -= 1
-                grads, values = _values(flat[offset:], [marks[index].info])
-                told = factor or _multiple(grads, values)
-                if told and _are(values, grads, told, 2 * allowed, lost):
+                grads, values = elements(flat[offset:], [marks[index].info])
+                told = factor or multiple(grads, values)
+                if told and are_multiples(values, grads, told, 2 * allowed, lost):
                     picked.append(marks[index].info)
                     left[index], factor = False, told
-                    offset += picked[-1].param.numel()
+                    offset += picked[-1].numel
                     break
             else:
                 return picked if flat.numel() - offset <= _padding(offset) and not flat[offset:].any() else []
@@ -243,17 +277,17 @@ class FlatCopies:
     def _walk(self, flat: Tensor, own: Sequence[ParamInfo], end: int) -> list[ParamInfo]:
         """The first gradient and each later one that is what comes next in the buffer, times the same number."""
         picked: list[ParamInfo] = []
-        allowed, lost, _ = _rounding(flat, own)
+        allowed, lost, _ = rounding(flat, own)
         offset, factor = 0, 0.0
         for info in own:
-            size = info.param.numel()
+            size = info.numel
             if self._left <= 0 or (offset + size > flat.numel() and not picked):
                 break
             if offset + size <= flat.numel():
                 self._left -= 1
-                grads, values = _values(flat[offset:], [info])
-                told = factor or _multiple(grads, values)
-                if _are(values, grads, told, 2 * allowed, lost) and (told or not grads.any()):
+                grads, values = elements(flat[offset:], [info])
+                told = factor or multiple(grads, values)
+                if are_multiples(values, grads, told, 2 * allowed, lost) and (told or not grads.any()):
                     picked.append(info)
                     offset, factor = offset + size, told
                 elif not picked:
@@ -273,26 +307,26 @@ def _behind(infos: Sequence[ParamInfo], first: int, num_elements: int) -> int:
     """Where neighbours from `first` on that have so many elements together end; 0 where none do."""
     total, index = 0, first
     while index < len(infos) and total < num_elements:
-        total += infos[index].param.numel()
+        total += infos[index].numel
         index += 1
     return index if total == num_elements and index > first else 0
 
 
 def _candidates(held: list[ParamInfo], flat: Tensor) -> list[Run]:
-    sizes = tuple([info.param.numel() for info in held])
-    runs = _runs(sizes, flat.numel())[:MAX_TRIED]
+    sizes = tuple([info.numel for info in held])
+    runs = neighbours(sizes, flat.numel())[:MAX_TRIED]
     padding = flat.numel() - sum(sizes)
     if held and not runs and 0 < padding <= _padding(sum(sizes)) and not flat[-padding:].any():
         runs = [(order, 0, len(held)) for order in (1, -1)]  # all of them, filled up to what ranks can divide
     if held and not runs and flat.numel() and not flat[-1]:
         tail = flat[-MAX_PARTS:]
         zeros = len(tail) - _filled(tail) if tail.any() else len(tail) - 1
-        runs = [run for few in range(1, zeros + 1) for run in _runs(sizes, flat.numel() - few)][:MAX_TRIED]
+        runs = [run for few in range(1, zeros + 1) for run in neighbours(sizes, flat.numel() - few)][:MAX_TRIED]
     return runs
 
 
 def _behind_all(flat: Tensor, mine: Sequence[ParamInfo]) -> Tensor:
-    return flat[sum(info.param.numel() for info in mine) :]
+    return flat[sum(info.numel for info in mine) :]
 
 
 def _padding(num_elements: int) -> int:
@@ -309,9 +343,9 @@ class _Mark(NamedTuple):
 
 def _mark(info: ParamInfo) -> _Mark | None:
     """None for a gradient that is zero there."""
-    grad = _grad(info)
+    grad = gradient_beside(info)
     assert grad is not None
-    which = _compared(info, grad.detach())
+    which = compared(info, grad.detach())
     values = grad.detach().take(which).cpu().double()
     if not values.any():
         return None
@@ -320,109 +354,9 @@ def _mark(info: ParamInfo) -> _Mark | None:
     return _Mark(info, (int(which[first]), int(which[last])), values[[first, last]])
 
 
-def _grad(info: ParamInfo) -> Tensor | None:
-    """A gradient of the parameter's size; of a DTensor's there is only a part here."""
-    grad = info.param.grad
-    return buffer_of(info) if grad is None else grad
-
-
-def _readable(grad: Tensor | None, beside: Tensor) -> bool:
-    """Whether a gradient can be compared with a buffer."""
-    if type(grad) is not Tensor or grad.device != beside.device:
-        return False
-    return grad.layout is torch.strided and grad.dtype in TYPES
-
-
-def _hold(flat: Tensor, infos: Sequence[ParamInfo]) -> bool:
-    """Whether a buffer could hold the gradients of these parameters."""
-    return all(_readable(_grad(info), flat) for info in infos)
-
-
-def _alike(infos: list[ParamInfo], buffer: Tensor) -> Iterator[list[ParamInfo]]:
-    """Whose gradients a buffer may hold: those of its type, or all."""
-    if buffer.dtype in TYPES:
-        every = [info for info in infos if _readable(_grad(info), buffer)]
-        same = [info for info in every if _type(info) is buffer.dtype]
-        yield from ([same, every] if same and len(same) < len(every) else [every])
-
-
-def _type(info: ParamInfo) -> torch.dtype | None:
-    grad = _grad(info)
-    return None if grad is None else grad.dtype
-
-
-def _rounding(flat: Tensor, mine: Sequence[ParamInfo]) -> tuple[float, float, bool]:
-    """How far apart elements of a copy and of gradients may be, relative and absolute (below float16's least normal
-    number each has fewer digits), and whether all are of one type."""
-    types = {flat.dtype, *map(_type, mine)}
-    if len(types) == 1:
-        return 4 * torch.finfo(flat.dtype).eps, 0.0, True
-    told = torch.finfo(flat.dtype)
-    return max(2 * torch.finfo(one).eps for one in types if one), told.tiny * told.eps, False
-
-
-@functools.lru_cache(maxsize=4096)
-def _runs(sizes: tuple[int, ...], num_elements: int) -> list[Run]:
-    """Neighbours that have so many elements together, the longest runs first: (1 or -1 for the other way round, first,
-    last + 1). Asked for with the same numbers in every step."""
-    found = []
-    for order in (1, -1) if len(sizes) > 1 else (1,):
-        first, total = 0, 0
-        ordered = sizes[::order]
-        for last, size in enumerate(ordered):
-            total += size
-            while total > num_elements:
-                total -= ordered[first]
-                first += 1
-            if total == num_elements and first <= last:
-                found.append((order, first, last + 1))
-    return sorted(found, key=lambda run: (run[1] - run[2], run[1]))
-
-
-def _compared(info: ParamInfo, grad: Tensor) -> Tensor:
-    """Which elements of a gradient are compared. Most rows of an embedding's are zero: those that are not tell."""
-    positions = info.positions[:: max(1, len(info.positions) // NUM_COMPARED)][:NUM_COMPARED]
-    chosen = torch.as_tensor(positions, device=grad.device)
-    if int((grad.take(chosen) != 0).sum()) >= min(LEAST, len(chosen)):
-        return chosen
-    told = grad.reshape(-1).nonzero().reshape(-1)
-    return told[:: max(1, len(told) // NUM_COMPARED)][:NUM_COMPARED] if len(told) else chosen
-
-
-def _values(flat: Tensor, run: Sequence[ParamInfo]) -> tuple[Tensor, Tensor]:
-    """Compared elements of gradients, and what stands in their place, as float64."""
-    offset, mine, theirs = 0, [], []
-    for info in run:
-        grad = _grad(info)
-        assert grad is not None
-        grad = grad.detach()
-        which = _compared(info, grad)
-        mine.append(grad.take(which))
-        theirs.append(flat.take(which + offset))
-        offset += info.param.numel()
-    return torch.cat(mine).cpu().double(), torch.cat(theirs).cpu().double()
-
-
-def _agree(grads: Tensor, values: Tensor, allowed: float, lost: float = 0.0) -> bool:
-    """Whether values are gradients times one number that is not zero, within `allowed` of each and `lost`."""
-    factor = _multiple(grads, values)
-    return _are(values, grads, factor, allowed, lost) and (factor != 0 or not bool(grads.any()))
-
-
-def _multiple(grads: Tensor, values: Tensor) -> float:
-    """The number that is nearest to being their ratio; 0 for zeros."""
-    size = float(grads @ grads)
-    return float(values @ grads) / size if size else 0.0
-
-
-def _are(values: Tensor, grads: Tensor, factor: float, allowed: float, lost: float) -> bool:
-    # Element by element: a gradient much smaller than its neighbours is compared at its own size.
-    return bool(((values - factor * grads).abs() <= allowed * (factor * grads).abs() + lost).all())
-
-
 def _regions(infos: Sequence[ParamInfo]) -> list[Region]:
     found, offset = [], 0
     for info in infos:
-        found.append(Region(info, 0, offset, info.param.numel()))
-        offset += info.param.numel()
+        found.append(Region(info, 0, offset, info.numel))
+        offset += info.numel
     return found

@@ -310,15 +310,20 @@ def before_manual(
                 current.by_hand.add(info.id)
     if not opened and (local.dim() if current is None else local.dim() == 1):  # of more dimensions are activations
         in_a_step = current is None and bool(recorder.read.in_step(recorder.step))
-        found = recorder.places.by_value.regions(local, stacked=in_a_step)
+        scattered = len(how[2]) if impl == "reduce_scatter" and root is None else 1
+        found = recorder.places.by_value.regions(local, stacked=in_a_step, scattered=scattered)
         if current is not None and any(region.info.managed_by is not None for region in found):
             return None
+        by_param: dict[int, list[Region]] = {}
         for region in found:
-            pending[region.info.id] = begun = _Pending(recorder.step, recorder.next_seq(), how, local.numel())
-            recorder.sample_parts(begun.seq, BEFORE, region.info, [region], local)
-            opened.append(region)
+            by_param.setdefault(region.info.id, []).append(region)
+        for parts in by_param.values():
+            info = parts[0].info
+            pending[info.id] = begun = _Pending(recorder.step, recorder.next_seq(), how, local.numel())
+            recorder.sample_parts(begun.seq, BEFORE, info, parts, local)
+            opened += parts
             if current is not None:
-                current.by_hand.add(region.info.id)
+                current.by_hand.add(info.id)
     return opened or None
 
 
@@ -375,4 +380,5 @@ def after_manual(
 
 
 def _local_size(info: ParamInfo) -> int:
-    return int(getattr(info.param, "_local_tensor", info.param).numel())
+    local = getattr(info.param, "_local_tensor", None)
+    return info.numel if local is None else int(local.numel())
