@@ -38,11 +38,13 @@ or let the loss carry c = R/N instead of 1/N, so that the average undoes it:
 
 from __future__ import annotations
 
+from typing import TypeGuard
+
 from gradcheck_dist.diagnosis.answer import Answer
 from gradcheck_dist.diagnosis.causes.case import Case
 from gradcheck_dist.diagnosis.causes.vocabulary import RANKS
 from gradcheck_dist.diagnosis.weights.context import StepContext
-from gradcheck_dist.events import BY_AUTOGRAD, DATA_PARALLEL, GATHERED, SHARDING, Reduce
+from gradcheck_dist.events import BY_AUTOGRAD, DATA_PARALLEL, GATHERED, SHARDING, Event, Reduce
 from gradcheck_dist.ledger.reductions import nominal_factor
 
 CODE = "GS101"
@@ -63,6 +65,8 @@ def judge(case: Case) -> Answer | None:
         return _unseen(case)
     if event is not None and (in_hook := _in_hook(case, event)) is not None:
         return in_hook
+    if (summed := _summed_behind(case)) is not None:
+        return _in_front(case, summed)
     if event is None or not case.recorded or case.culprit.wrong_constant or case.pattern.kind != "uniform":
         return None
     factor = nominal_factor(event)
@@ -129,6 +133,34 @@ def _in_hook(case: Case, event: Reduce) -> Answer | None:
         explanation=f"{_loss(case)}, and the communication hook {event.hook} then averages over {size} ranks: the "
         f"gradient is {case.names[0].expression if case.names else f'1/{size}'} of the objective's.",
         fix=f"Let the hook return the sum, or multiply the loss by {size} (c = R/N) so that its average undoes it.",
+    )
+
+
+def _summed_behind(case: Case) -> Reduce | None:
+    """The sum over ranks in front of which unrecorded code of a backward pass (a hook) multiplied these gradients."""
+    culprit = case.culprit
+    if culprit.kind != "backward" or culprit.absent or not (culprit.before is None or _is_sum(culprit.before)):
+        return None
+    found = [[e.event for e in held.replay.history(held.rank) if _is_sum(e.event)] for held in case.held]
+    return found[0][0] if found and all(found) else None
+
+
+def _is_sum(event: Event | None) -> TypeGuard[Reduce]:
+    return isinstance(event, Reduce) and event.num_ranks > 1 and abs(nominal_factor(event) - 1) <= 1e-6
+
+
+def _in_front(case: Case, event: Reduce) -> Answer | None:
+    """What such code divides by is the number of ranks that are summed over, behind losses that are right."""
+    size, factor, tolerance = event.num_ranks, case.culprit.factor, max(1e-3, 2 * case.pattern.tolerance)
+    if not _divides_by(case, size) or factor is None or abs(factor * size - 1) > tolerance:
+        return None
+    if any(abs(cell.root_ratio - 1) > tolerance for _, cell in case.cells):
+        return None
+    name = case.names[0].expression if case.names else f"1/{size}"
+    return Answer(
+        explanation=f"{_loss(case)}, and the backward pass (a hook in it) then divides by {size} what is summed over "
+        f"{size} ranks: the gradient is {name} of the objective's.",
+        fix=f"Drop this division, or multiply the loss by {size} (c = R/N) so that it undoes it.",
     )
 
 
