@@ -143,12 +143,15 @@ def _join_undone(data: StepData, every: list[Judged]) -> None:
     if not all(isinstance(gaps[-1][0].before, OptimizerStep | Clip) and 0 < gaps[-1][1] < 1 for gaps in unseen):
         return
     best = min(every, key=lambda one: one.tolerance)
+    in_order = unseen[next(index for index, one in enumerate(every) if one is best)]
     if best.cell.ratio >= 1 or not all(_agree(one, best) for one in every):
         return
     if all(isinstance(gaps[-1][0].event, GradientNorm) for gaps in unseen):
         return  # what was before the norm was taken is no part of the clip
-    if all(_is_a_number(data, culprit, share, best) for culprit, share in best.shares):
-        return  # nor is a number that stands in the program
+    written = [_is_a_number(data, culprit, share, best) for culprit, share in in_order]
+    recorded_right = all(abs(one.documented - 1) <= one.allowed for one in every)
+    if all(written) or (recorded_right and all(written[:-1])):
+        return  # nor is a number that stands in the program, unless the clip's lines make up for other losses as well
     for one, gaps in zip(every, unseen, strict=True):
         whole = replace(gaps[0][0], factor=best.cell.ratio, nominal=1.0, unrecorded=True, before=gaps[-1][0].before)
         one.shares = [(whole, one.cell.ratio)]
