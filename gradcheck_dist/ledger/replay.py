@@ -263,13 +263,17 @@ class _Machine:
     def _correct(self, entry: Entry, buffer: Buffer, weights: np.ndarray, in_backward: bool) -> None:
         """Let the records say what a measurement shows of a reduction by hand into a tensor of the program's: whether
         .grad is what it was or was emptied, and whether an optimizer reads what all of them gave."""
+        known = ~np.isnan(weights)  # nothing was measured of contributions that are zero in all sampled elements
+        seen = weights[known]
         if in_backward:
-            said = [each for each in self.kept if np.allclose(weights, each, rtol=0, atol=AS_SAID)]
+            said = [each for each in self.kept if np.allclose(seen, each[known], rtol=0, atol=AS_SAID)]
+            said = said if len(said) == 1 or known.all() else []
         else:
             total = sum((one.nominal for one in self.given), np.zeros(len(self.basis)))
-            share = float(weights @ total) / float(total @ total) if total.any() else 0.0
-            said = [total] if share and np.allclose(weights, share * total, rtol=0, atol=AS_SAID * abs(share)) else []
-        if said and not np.allclose(weights, buffer.nominal, rtol=0, atol=AS_SAID):
+            mine = total[known]
+            share = float(seen @ mine) / float(mine @ mine) if mine.any() else 0.0
+            said = [total] if share and np.allclose(seen, share * mine, rtol=0, atol=AS_SAID * abs(share)) else []
+        if said and not np.allclose(seen, buffer.nominal[known], rtol=0, atol=AS_SAID):
             buffer.nominal = entry.nominal = said[0]
 
     def _measure(

@@ -217,6 +217,12 @@ def _liken(wrong: list[Judged]) -> None:
         one.like = next((other for other in tellers if _agree(one, other)), None)
         if one.like is None:
             tellers.append(one)
+    of_pass: dict[tuple[object, ...], list[Judged]] = {}
+    for one in wrong:
+        of_pass.setdefault((id(one.held), one.cell.key[1:]), []).append(one)
+    for alike in of_pass.values():
+        for one in (one for one in alike if one.like is None):
+            one.like = next((other for other in alike if _measured_more_often(other, one)), None)
     for one in wrong:
         if one.account.arrived or one.cell.margin <= SAME * one.largest:
             continue
@@ -225,6 +231,13 @@ def _liken(wrong: list[Judged]) -> None:
         like = next((other for other in others if other.account.arrived and _agree(one, other)), None)
         if like is not None:
             one.like, one.account = like, replace(like.account, root=one.account.root)
+
+
+def _measured_more_often(other: Judged, one: Judged) -> bool:
+    """Whether a weight in the same gradient, to which the same was done in all, was measured in between where this one
+    was not: none of the elements that are sampled there has anything of it."""
+    more = len(other.account.gaps) > len(one.account.gaps) and other.account.doings == one.account.doings
+    return more and _agree(one, other)
 
 
 def _give_unseen(changed: list[Judged]) -> None:
