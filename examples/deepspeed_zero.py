@@ -1,7 +1,8 @@
-"""DeepSpeed on CPU; STAGE chooses ZeRO 0, 1 or 2, BF16=1 its mixed precision, with float32 copies in one flat tensor.
+"""DeepSpeed on CPU; STAGE chooses ZeRO 0 to 3, BF16=1 its mixed precision, with float32 copies in one flat tensor.
 
-FAULT=double-division divides by hand what backward() divides too. BACKWARD=torch calls loss.backward() (ZeRO 1 and 2),
-where the engine divides by accumulation steps in hooks on its outputs.
+FAULT=double-division divides by hand what backward() divides too, FAULT=double-averaging leaves out the number of
+ranks, over which the engine averages. BACKWARD=torch calls loss.backward() (ZeRO 1 to 3), where the engine divides by
+accumulation steps in hooks on its outputs. CLIP is the norm that gradients are clipped to.
 
 gradcheck run -- torchrun --nproc-per-node 2 examples/deepspeed_zero.py
 """
@@ -35,10 +36,10 @@ model = nn.Sequential(
 config = {
     "train_micro_batch_size_per_gpu": 4,
     "gradient_accumulation_steps": ACCUMULATION,
-    "zero_optimization": {"stage": STAGE},
+    "zero_optimization": {"stage": STAGE, "stage3_param_persistence_threshold": 0},
     "zero_allow_untested_optimizer": True,
     "zero_force_ds_cpu_optimizer": False,
-    "gradient_clipping": 1.0,
+    "gradient_clipping": float(os.environ.get("CLIP", "1.0")),
     "bf16": {"enabled": os.environ.get("BF16") == "1"},
 }
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -56,7 +57,10 @@ for _ in range(STEPS):
     dist.all_reduce(num_tokens)
     for tokens, labels in step:
         loss = cross_entropy(engine(tokens).float().flatten(0, 1), labels.flatten(), reduction="sum")
-        loss = loss * world_size * ACCUMULATION / num_tokens  # the engine divides by ACCUMULATION, and averages ranks
+        averaged_over = 1 if FAULT == "double-averaging" else world_size
+        loss = (
+            loss * averaged_over * ACCUMULATION / num_tokens
+        )  # the engine divides by ACCUMULATION, and averages ranks
         if FAULT == "double-division":
             loss = loss / ACCUMULATION
         if os.environ.get("BACKWARD") == "torch":
@@ -65,7 +69,8 @@ for _ in range(STEPS):
             engine.backward(loss)
         engine.step()
 if rank == 0:
-    print("parameters", sum(parameter.double().sum().item() for parameter in model.parameters()).hex())
+    held = [getattr(parameter, "ds_tensor", parameter) for parameter in model.parameters()]  # ZeRO 3: this rank's part
+    print("parameters", sum(part.double().sum().item() for part in held).hex())
 dist.barrier()
 time.sleep(0.3)
 dist.destroy_process_group()

@@ -48,6 +48,10 @@ FABRIC = Client("lightning_fabric.py", *DIVIDED_NEVER, LOSS, needs="lightning")
 LIGHTNING = Client("lightning_trainer.py", *DIVIDED_TWICE, LOSS, needs="lightning")
 DEEPSPEED = Client("deepspeed_zero.py", *DIVIDED_TWICE, "loss = cross_entropy(", nproc=2, needs="deepspeed")
 
+DEEPSPEED_AVERAGED = replace(
+    DEEPSPEED, fault="double-averaging", code="GS101", expression="1/world_size", line="tensor.div_("
+)
+
 
 def degrees(**axes: int) -> tuple[str, ...]:
     """torchtitan's options; a replicate degree alone is DDP."""
@@ -95,8 +99,10 @@ INSTALLED = [
     replace(LIGHTNING, env={"DEVICES": "2"}),
     SFT,
     replace(SFT, nproc=2),
-    *(replace(DEEPSPEED, env={"STAGE": stage}) for stage in ("0", "1", "2")),
-    *(replace(DEEPSPEED, env={"STAGE": stage, "BF16": "1"}) for stage in ("0", "2")),
+    *(replace(DEEPSPEED, env={"STAGE": stage}) for stage in ("0", "1", "2", "3")),
+    *(replace(DEEPSPEED, env={"STAGE": stage, "BF16": "1"}) for stage in ("0", "2", "3")),
+    replace(DEEPSPEED_AVERAGED, env={"STAGE": "2", "CLIP": "0.05"}),
+    replace(DEEPSPEED_AVERAGED, env={"STAGE": "3", "CLIP": "0.05"}, line="tensor_partition_flat_buffer.div_("),
     replace(DEEPSPEED, env={"STAGE": "1", "BACKWARD": "torch"}),
     TITAN,
     replace(TITAN, nproc=4, args=degrees(replicate=2, shard=2), expression="1/(dp_replicate * dp_shard)"),
