@@ -38,8 +38,9 @@ class Checks:
 
     def _param(self, param: Param) -> str:
         known = self.params.get(param.id)
-        # One that held nothing when it was first seen (ZeRO 3) has none.
-        if known is not None and known.num_positions not in (0, param.num_positions):
+        # One that was no whole parameter when it was first seen (ZeRO 3) was not sampled yet.
+        sampled = known is not None and any(plan.param == param.id for plan in self.plans.values())
+        if known is not None and sampled and known.num_positions != param.num_positions:
             return f"gives parameter {param.id} {param.num_positions} positions, an earlier one {known.num_positions}"
         self.params[param.id] = param
         return ""

@@ -1,12 +1,17 @@
-"""Parameters that hold nothing but while they are used (DeepSpeed's ZeRO 3): what they are is known when their gradient
-arrives, where this rank's part lies when the optimizer reads, and their gradients in a buffer in parts of all ranks."""
+"""Parameters that hold nothing, or a part, but while they are used (DeepSpeed's ZeRO 3, FSDP by hand): what they are is
+known when their gradient arrives, where this rank's part lies when the optimizer reads, and their gradients in a buffer
+in parts of all ranks."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from gradcheck_dist.diagnosis.engine import diagnose
 from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.probes.parameters import in_use
 from gradcheck_dist.trace.run import read_run
 from gradcheck_dist.trainer.launch import launch, warm_up
 
@@ -19,7 +24,11 @@ EXPECTED = {
     "buckets": CLEAN,
     "clipped": CLEAN,
     "clipped, few tokens": CLEAN,  # some passes have nothing in any row of the embedding that is sampled
+    "parts kept": CLEAN,
+    "parts kept, clipped": CLEAN,
     "averaged twice": TWICE,
+    "parts kept, averaged twice": TWICE,
+    "parts kept, clipped, averaged twice": TWICE,
     "groups, constants, averaged twice": TWICE,
     "buckets, averaged twice": TWICE,
     "clipped, averaged twice": TWICE,
@@ -62,3 +71,20 @@ def test_a_division_in_front_of_the_sum_is_told_at_its_line(reports: dict[str, R
 def test_a_clip_that_acts_is_told_by_the_norm_that_it_leaves(reports: dict[str, Report]) -> None:
     for variant in (name for name in EXPECTED if "clipped" in name):
         assert "clipped by hand to norm 0.05" in " ".join(reports[variant].coverage.notes), variant
+
+
+@pytest.mark.parametrize(("number", "size"), [(1, 2), (3, 4)])
+def test_a_part_of_many_ranks_is_told_from_that_of_fewer_in_which_it_lies(
+    monkeypatch: pytest.MonkeyPatch, number: int, size: int
+) -> None:
+    monkeypatch.setattr(in_use, "_shares", lambda: [(0, 1), (1, 2), (3, 4)])  # the world's, and a group's of two
+    values = torch.arange(1.0, 65.0)
+    ones = SimpleNamespace(id=1, param=torch.ones(8), numel=8)
+    info = SimpleNamespace(id=0, param=values, numel=64)
+    known = in_use.InUse()
+    known.keep(info)  # type: ignore[arg-type]
+    known.keep(ones)  # type: ignore[arg-type]
+    length = 64 // size
+    flat = torch.cat([values[number * length : (number + 1) * length], torch.ones(8 // size)])
+    assert known.find(flat) == [(info, number * length, 0, length), (ones, number * 8 // size, length, 8 // size)]
+    assert known.find(flat) == []  # each is known once

@@ -15,9 +15,10 @@ MAX_NORM = 0.05
 
 class Zero3:
     """Gathers a module's parameters when it is called and when its backward begins; each rank keeps its part of all, in
-    flat tensors that the optimizer owns."""
+    flat tensors that the optimizer owns, or (`keeps_parts`) in the parameters themselves."""
 
-    def __init__(self, model: nn.Module, groups: list[list[nn.Parameter]], bucket_size: int) -> None:
+    def __init__(self, model: nn.Module, groups: list[list[nn.Parameter]], bucket_size: int, keeps_parts: bool) -> None:
+        self.keeps_parts = keeps_parts
         self.rank, self.size, self.bucket_size = dist.get_rank(), dist.get_world_size(), bucket_size
         self.shapes = {param: param.shape for param in model.parameters()}
         self.flats = [torch.cat([self.part(param.detach()) for param in group]) for group in groups]
@@ -48,7 +49,7 @@ class Zero3:
 
     def release(self, params: Iterable[nn.Parameter]) -> None:
         for param in params:
-            param.data = torch.empty(0)
+            param.data = self.parts[param] if self.keeps_parts else torch.empty(0)
 
     def arrived(self, param: nn.Parameter) -> None:
         self.bucket.append(param)
@@ -74,12 +75,14 @@ class Zero3:
         """Hand the gradients to the optimizer; `clips` to a norm."""
         for group, flat in zip(self.groups, self.flats, strict=True):
             flat.grad = torch.cat([self.grads[param] for param in group])
+        for param, grad in self.grads.items() if self.keeps_parts else ():
+            param.grad = grad.clone()
         if clips:
             squares = torch.tensor(sum(float((grad.double() ** 2).sum()) for grad in self.grads.values()))
             dist.all_reduce(squares)
             coefficient = min(1.0, MAX_NORM / (float(squares) ** 0.5 + 1e-6))
-            for flat in self.flats:
-                flat.grad.mul_(coefficient)
+            for held in self.order if self.keeps_parts else self.flats:
+                held.grad.mul_(coefficient)
         for grad in self.grads.values():
             grad.zero_()
 
@@ -99,8 +102,9 @@ def train(variant: str) -> int:
     model = build(variant)
     params = list(model.parameters())
     groups = [[one for one in params if one.dim() < 2], [one for one in params if one.dim() > 1]]
-    zero = Zero3(model, groups if "groups" in variant else [params], 200 if "buckets" in variant else 10**9)
-    optimizer = torch.optim.AdamW([{"params": [flat]} for flat in zero.flats], lr=1e-2)
+    keeps_parts, bucket_size = "parts kept" in variant, 200 if "buckets" in variant else 10**9
+    zero = Zero3(model, groups if "groups" in variant else [params], bucket_size, keeps_parts)
+    optimizer = torch.optim.AdamW(params if keeps_parts else zero.flats, lr=1e-2)
     generator = torch.Generator().manual_seed(dist.get_rank())
     size = 12 if "few tokens" in variant else 96
     for _ in range(STEPS):
@@ -118,6 +122,7 @@ def train(variant: str) -> int:
                 zero.reduce()
         zero.fill("clipped" in variant)
         optimizer.step()
+        optimizer.zero_grad()
     return zlib.crc32(torch.cat(zero.flats).numpy().tobytes())
 
 

@@ -61,6 +61,7 @@ class OwnOptimizer:
         self._zero: set[int] = set()  # parameters whose gradient is zero as it came
         self._emptied: dict[int, tuple[LocalPlan, Tensor]] = {}  # by parameter, what was read before it was emptied
         self._before: list[Noted] = []  # what parameters held before the backward pass that is under way
+        self._sizes: list[int] = []  # and how many elements each had
         self.looks_inside = True  # until an optimizer of torch's steps; LOMO is one and never does
 
     def opens(self) -> None:
@@ -70,6 +71,7 @@ class OwnOptimizer:
         params = _some([info.param for info in infos])
         same = len(known) == len(params) and all(one is other for one, other in zip(known, params, strict=True))
         self._before = _again(self._before, inside=True) if same else _values(params, inside=True)
+        self._sizes = [param.numel() for param, _, _ in self._before]
 
     def passed(self, touched: dict[int, ParamInfo]) -> None:
         """A backward pass is over."""
@@ -94,8 +96,9 @@ class OwnOptimizer:
 
     def _updated_inside(self) -> bool:
         """Whether most parameters hold other values than before the pass. On an accelerator that is told later, and the
-        step does not end here. One that holds nothing any more (ZeRO 3) does not tell."""
-        before = [noted for noted in self._before if _local(noted[0]) is not None]
+        step does not end here. One that is whole only while it is used (ZeRO 3) does not tell."""
+        sizes = zip(self._before, self._sizes, strict=True)
+        before = [noted for noted, size in sizes if _local(noted[0]) is not None and noted[0].numel() == size]
         if all(is_host(param) for param, _, _ in before):
             return 2 * _num_changed(before) > len(before)
         pairs = [(state, _state(param, which, inside=True)) for param, which, state in before]

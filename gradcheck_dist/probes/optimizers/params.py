@@ -17,7 +17,7 @@ def params_of(recorder: Recorder, params: Iterable[Tensor], *, owner: bool = Fal
     if found is not None:
         return found
     registry.adopt(params, owner=owner)
-    infos = [registry.find(param) or _unnamed(recorder, param) for param in params]
+    infos = [registry.read_by_optimizer(param) or _unnamed(recorder, param) for param in params]
     return registry.answered(params, infos, owner=owner)
 
 

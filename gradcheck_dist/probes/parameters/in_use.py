@@ -1,6 +1,7 @@
-"""Parameters that are whole only while they are used, and hold nothing between (ZeRO 3 as DeepSpeed partitions).
+"""Parameters that are whole only while they are used (ZeRO 3), and hold nothing between, or this rank's part.
 
-A rank keeps an equal part of each, and the optimizer owns these parts one after the other in flat tensors of its own.
+A rank keeps an equal part of each, and the optimizer owns these parts one after the other in flat tensors of its own
+(as DeepSpeed partitions), or in the parameters themselves.
 When a gradient arrives, its parameter is whole: a few values of what could be this rank's part are kept then, and tell
 when the optimizer reads where that part lies.
 
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 Share = tuple[int, int]
 """(which part, of how many)"""
 
+LEAST_SCANS = 2
+"""So often a tensor is searched from end to end, however large it is."""
+
 
 class _Part(NamedTuple):
     """What could be this rank's part of a parameter: `values` are those at the elements `which` of it."""
@@ -44,10 +48,6 @@ class _Kept(NamedTuple):
     parts: list[_Part]
 
 
-LEAST_SCANS = 2
-"""So often a tensor is searched from end to end, however large it is."""
-
-
 class InUse:
     """Remembers what parameters held while they were whole."""
 
@@ -55,6 +55,7 @@ class InUse:
         self._kept: dict[int, _Kept] = {}
         self._share: Share | None = None  # that of all parameters, once it is known of one
         self._scans_left = 0
+        self._told: set[int] = set()
 
     def keep(self, info: ParamInfo) -> None:
         """A parameter is whole now."""
@@ -62,8 +63,15 @@ class InUse:
         parts = [_part(values, share) for share in _shares()]
         self._kept[info.id] = _Kept(info, (values != values[:1]).any(), [part for part in parts if part.length])
 
-    def find(self, flat: Tensor) -> list[Region]:
-        """Which parts of parameters lie in an optimizer's tensor; [] where that is not known.
+    def in_parts(self) -> list[Tensor]:
+        """Parameters that are not known as parts yet, and hold one now; each is told once."""
+        new = [kept.info for key, kept in self._kept.items() if key not in self._told]
+        found = [info for info in new if info.param.numel() not in (0, info.numel)]
+        self._told.update(info.id for info in found)
+        return [info.param for info in found]
+
+    def find(self, flat: Tensor, only: ParamInfo | None = None) -> list[Region]:
+        """Which parts of parameters lie in an optimizer's tensor; [] where that is not known. `only`: of this one.
 
         Reads values on the host, once for each parameter and tensor.
         """
@@ -72,10 +80,11 @@ class InUse:
         values = flat.detach().reshape(-1)
         placed: dict[int, Region] = {}
         self._scans_left = max(LEAST_SCANS, MAX_SCANNED // max(1, len(values)))
-        for kept in sorted(self._kept.values(), key=lambda kept: kept.info.id):
+        asked = {key: kept for key, kept in sorted(self._kept.items()) if only in (None, kept.info)}
+        for kept in asked.values():
             if kept.varied and (region := self._place(kept, values, placed)) is not None:
                 placed[kept.info.id] = region
-        for region in self._between(values, placed):
+        for region in self._between(values, placed, asked):
             placed[region.info.id] = region
         for key in placed:
             del self._kept[key]
@@ -91,10 +100,11 @@ class InUse:
             if any(_holds(values, part, offset := found) for found in behind) or any(
                 _holds(values, part, offset := found) for found in self._where(part, values)
             ):
-                same = [one for one in parts if one.start == part.start and _holds(values, one, offset)]
-                part = max(same, key=lambda one: one.length)  # one rank's begins as that of fewer ranks does
+                begin = offset - part.start  # a part of many ranks lies in one of fewer
+                there = [one for one in parts if _holds(values, one, begin + one.start)]
+                part = max(there, key=lambda one: one.length)
                 self._share = part.share
-                return Region(kept.info, part.start, offset, part.length)
+                return Region(kept.info, part.start, begin + part.start, part.length)
         return None
 
     def _where(self, part: _Part, values: Tensor) -> list[int]:
@@ -107,7 +117,7 @@ class InUse:
         found = torch.nonzero(values.to(value.dtype) == value).reshape(-1)[:MAX_CANDIDATES].tolist()
         return [place - int(part.which[anchor]) for place in found]
 
-    def _between(self, values: Tensor, placed: dict[int, Region]) -> Iterable[Region]:
+    def _between(self, values: Tensor, placed: dict[int, Region], asked: dict[int, _Kept]) -> Iterable[Region]:
         """Parts of parameters whose values are all alike (a norm's ones), where those that stand between two others in
         the model fill what is between these in the tensor."""
         share = self._share
@@ -119,7 +129,7 @@ class InUse:
             end = values.numel() if high is None else placed[high].offset
             left = [
                 kept
-                for key, kept in sorted(self._kept.items())
+                for key, kept in asked.items()
                 if not kept.varied and (low is None or key > low) and (high is None or key < high)
             ]
             if sum(_size(kept.info, share) for kept in left) != end - begin:

@@ -69,7 +69,7 @@ class Places:
             index = self._at.get(address)
             if index is not None and self._measure([index]):
                 index = self._at.get(address)
-            place = _place(*self._owners[index]) if index is not None else None
+            place = self._place(*self._owners[index]) if index is not None else None
             if index is not None and place is not None and place[1].numel() == size:
                 self._last = index
                 self._num_fruitless -= all_asked
@@ -97,7 +97,7 @@ class Places:
         has_moved = self._measure(overlap)
         for index in overlap:
             first, last = self._spans[index].tolist()
-            place = _place(*self._owners[index])
+            place = self._place(*self._owners[index])
             if place is None or first >= end or last <= begin:
                 continue
             found.append(place)
@@ -105,6 +105,19 @@ class Places:
             self._last = index
         covers = (begin, end) in parts or sum(last - first for first, last in parts) == end - begin
         return found, covers and not has_moved
+
+    def _place(self, info: ParamInfo, is_copy: bool) -> Place | None:
+        if is_copy:
+            grad = info.param.grad
+            # Of what is a part in an optimizer's eyes alone, the whole gradient is no copy's.
+            arrives = grad is not None and any(
+                one.info.param is info.param and one.info.numel == grad.numel() for one in info.regions
+            )
+            return (info.regions, grad) if grad is not None and not arrives else None
+        kept = gradient_of(info)
+        if kept is None or (self._registry.is_read_in_parts(info) and kept.numel() != info.numel):
+            return None
+        return [whole(info)], kept
 
     def _ask(self) -> None:
         """Ask every parameter for its gradient's address."""
@@ -129,7 +142,7 @@ class Places:
             if self._at.get(addresses[index]) == index:
                 del self._at[addresses[index]]
             addresses[index] = address
-            place = _place(owner, is_copy) if address else None
+            place = self._place(owner, is_copy) if address else None
             self._spans[index] = _span(place[1]) if place is not None else (0, 0)
             if address:
                 self._at[address] = index
@@ -145,13 +158,6 @@ def _address(tensor: Tensor | None) -> int:
         return local.data_ptr() if local.layout is torch.strided else 0
     except RuntimeError:  # fake, or a wrapper of a transform
         return 0
-
-
-def _place(info: ParamInfo, is_copy: bool) -> Place | None:
-    if is_copy:
-        return (info.regions, info.param.grad) if info.param.grad is not None else None
-    kept = gradient_of(info)
-    return ([whole(info)], kept) if kept is not None else None
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:

@@ -125,6 +125,8 @@ class Plans:
         None when the tensor's layout in the parameter is not known (its size is neither the parameter's nor a
         DTensor's).
         """
+        if tensor.numel() != info.numel:
+            return None
         if info.plain is not None and type(tensor) is Tensor and tensor.is_cpu:
             return info.plain, tensor
         local = getattr(tensor, "_local_tensor", None)
@@ -132,8 +134,6 @@ class Plans:
             key: Any = tensor.device
             found = info.plans.get(key)
             if found is None:
-                if tensor.numel() != info.numel:
-                    return None
                 found = info.plans[key] = self._new_plan(
                     info, None, info.positions, tensor.device, (), (0,) * len(info.shape), info.shape
                 )

@@ -67,6 +67,25 @@ class Registry(Plans):
     def find(self, param: Tensor) -> ParamInfo | None:
         return self._by_param.get(id(param)) or self._copies.get(id(param))
 
+    def find_parts(self) -> None:
+        """Parameters may have become parts, as which their gradients are about to be reduced."""
+        if parts := self._in_use.in_parts():
+            self.adopt(parts)
+
+    def read_by_optimizer(self, param: Tensor) -> ParamInfo | None:
+        """What one of an optimizer's tensors is: a parameter, or parts of some, as which it was adopted."""
+        info = self.find(param)
+        return self._copies.get(id(param), info) if info is not None and self._is_in_parts(param, info) else info
+
+    def is_read_in_parts(self, info: ParamInfo) -> bool:
+        """Whether a parameter is, where an optimizer reads it, this rank's part of what it is while it is used."""
+        return id(info.param) in self._copies
+
+    @staticmethod
+    def _is_in_parts(param: Tensor, info: ParamInfo) -> bool:
+        """Whether a parameter that is whole while it is used has another size now."""
+        return not info.regions and info.param is param and param.numel() != info.numel
+
     def knows(self, ids: Iterable[int]) -> bool:
         """Whether one of these Python objects is a parameter, or an optimizer's copy."""
         return any(one in self._by_param or one in self._copies for one in ids)
@@ -97,12 +116,13 @@ class Registry(Plans):
         foreign = []
         for param in params:
             info = self.find(param)
-            if info is None:
+            if info is None or self._is_in_parts(param, info):
                 foreign.append(param)
-            elif owner:
+            if info is not None and owner:
                 self._owned.add(info.id)
         for _ in range(2):  # what holds constants alone is known once others are
             foreign = [param for param in foreign if not self._holds_parts(param)]
+        foreign = [param for param in foreign if self.find(param) is None]
         if not foreign:
             return
         candidates = [info for info in self.infos() if info.param.requires_grad and info.id not in self._owned]
@@ -112,7 +132,7 @@ class Registry(Plans):
 
     def _holds_parts(self, param: Tensor) -> bool:
         """Whether an optimizer's tensor turns out to hold parts of parameters that are whole only while in use."""
-        parts = self._in_use.find(param)
+        parts = self._in_use.find(param, self.find(param))
         if parts:
             self.add_copy(param, parts)
         return bool(parts)
@@ -191,7 +211,7 @@ class Registry(Plans):
         return info
 
     def is_whole(self, info: ParamInfo) -> None:
-        """A parameter holds something that held nothing when it was first seen."""
+        """A parameter is whole that was empty, or a part, when it was first seen."""
         info.shows(info.param, self._plan.elements)
         info.plans.clear()
         self._in_use.keep(info)

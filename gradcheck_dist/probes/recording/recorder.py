@@ -426,7 +426,7 @@ class Recorder(Sampler):
             torch.take(grad, plan.indices, out=slot)
             current.leaves.append(plan)
         elif info.id not in current.reduced_inside:  # else what arrives is no contribution any more
-            if not info.numel and info.param.numel():
+            if info.numel != info.param.numel() == grad.numel() and not info.plans:
                 self.registry.is_whole(info)
             self.sample(current.seq, LEAF, info, grad, info.arrives_as)
 

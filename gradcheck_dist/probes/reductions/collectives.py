@@ -284,6 +284,7 @@ def before_manual(
     if not (recorder.accumulation_step or current is not None or recorder.without_pass) or not _takes_part(group):
         return None
     how = (impl, op_name(op), tuple(dist.get_process_group_ranks(group or dist.group.WORLD)), root)
+    recorder.registry.find_parts()
     opened: list[Region] = []
     begins: set[tuple[int, int]] = set()
     places = recorder.places.overlapping(local) if current is None else _accumulated(recorder, local)
