@@ -108,8 +108,10 @@ def _of_ranks(contributions: Contributions) -> dict[ContributionKey, int] | None
             return None
         counts[key[0]] += one.num_tokens
         weights[key[0]] += one.num_tokens * one.weight
-    if min(counts.values()) <= 0:
+    if len(counts) < 2 or min(counts.values()) <= 0:
         return None
+    if all(abs((one.weight or 0.0) - 1) <= EXACT for one in contributions.by_key.values()):
+        return None  # bare sums, which come to as much where ranks have as many tokens
     if max(weights.values()) > min(weights.values()) * (1 + SAME):
         return None
     return {key: counts[key[0]] for key in contributions.by_key}
