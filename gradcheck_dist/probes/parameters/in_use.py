@@ -10,7 +10,7 @@ Source: `partition_numel` and `_aligned_size` in deepspeed/runtime/zero/partitio
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from gradcheck_dist.probes.parameters.regions import MAX_CANDIDATES, MAX_SCANNED, Region, spread
+from gradcheck_dist.probes.parameters.regions import MAX_CANDIDATES, MAX_SCANNED, Region, part_size, spread
 
 if TYPE_CHECKING:
     from gradcheck_dist.probes.parameters.registry import ParamInfo
@@ -96,10 +96,8 @@ class InUse:
         parts = [part for part in kept.parts if self._share in (None, part.share) and part.length <= len(values)]
         last = next(reversed(placed.values()), None)
         for part in sorted(parts, key=lambda part: -part.share[1]):
-            behind = [] if last is None else [last.offset + _size(last.info, part.share)]
-            if any(_holds(values, part, offset := found) for found in behind) or any(
-                _holds(values, part, offset := found) for found in self._where(part, values)
-            ):
+            offset = next((one for one in self._offsets(part, values, last) if _holds(values, part, one)), None)
+            if offset is not None:
                 begin = offset - part.start  # a part of many ranks lies in one of fewer
                 there = [one for one in parts if _holds(values, one, begin + one.start)]
                 part = max(there, key=lambda one: one.length)
@@ -107,15 +105,17 @@ class InUse:
                 return Region(kept.info, part.start, begin + part.start, part.length)
         return None
 
-    def _where(self, part: _Part, values: Tensor) -> list[int]:
-        """Where a part may begin."""
+    def _offsets(self, part: _Part, values: Tensor, last: Region | None) -> Iterator[int]:
+        """Where a part may begin. All values are searched where it does not stand behind the one placed last."""
+        if last is not None:
+            yield last.offset + part_size(last.info, part.share[1])
         self._scans_left -= 1
         if self._scans_left < 0:
-            return []
+            return
         anchor = int(part.values.abs().argmax())  # many an embedding's first row is zero
         value = part.values[anchor].to(values.device)
         found = torch.nonzero(values.to(value.dtype) == value).reshape(-1)[:MAX_CANDIDATES].tolist()
-        return [place - int(part.which[anchor]) for place in found]
+        yield from (place - int(part.which[anchor]) for place in found)
 
     def _between(self, values: Tensor, placed: dict[int, Region], asked: dict[int, _Kept]) -> Iterable[Region]:
         """Parts of parameters whose values are all alike (a norm's ones), where those that stand between two others in
@@ -125,14 +125,14 @@ class InUse:
             return
         ends = sorted(placed)
         for low, high in zip([None, *ends], [*ends, None], strict=True):
-            begin = 0 if low is None else placed[low].offset + _size(placed[low].info, share)
+            begin = 0 if low is None else placed[low].offset + part_size(placed[low].info, share[1])
             end = values.numel() if high is None else placed[high].offset
             left = [
                 kept
                 for key, kept in asked.items()
                 if not kept.varied and (low is None or key > low) and (high is None or key < high)
             ]
-            if sum(_size(kept.info, share) for kept in left) != end - begin:
+            if sum(part_size(kept.info, share[1]) for kept in left) != end - begin:
                 continue
             regions = []
             for kept in left:
@@ -141,7 +141,7 @@ class InUse:
                     regions.append(Region(kept.info, part.start, begin, part.length))
                 elif part is not None:
                     break
-                begin += _size(kept.info, share)
+                begin += part_size(kept.info, share[1])
             else:
                 yield from regions
 
@@ -154,11 +154,6 @@ def _shares() -> list[Share]:
     groups = [list(ranks) for ranks in distributed_c10d._world.pg_group_ranks.values()]
     found = {(sorted(ranks).index(rank), len(ranks)) for ranks in groups if rank in ranks}
     return sorted({(0, 1), *found})
-
-
-def _size(info: ParamInfo, share: Share) -> int:
-    """Elements of each rank's part, filled up to be equal."""
-    return -(-info.numel // share[1])
 
 
 def _part(values: Tensor, share: Share) -> _Part:

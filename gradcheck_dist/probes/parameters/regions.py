@@ -329,6 +329,11 @@ def _part_numbers(
     return found
 
 
+def part_size(info: ParamInfo, num_ranks: int) -> int:
+    """Elements of each rank's part of a parameter, filled up to be equal."""
+    return -(-info.numel // num_ranks)
+
+
 def whole(info: ParamInfo) -> Region:
     """All of a parameter, in a tensor of its own size."""
     return Region(info, 0, 0, info.numel)

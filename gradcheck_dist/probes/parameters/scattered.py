@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradcheck_dist.probes.parameters.elements import LEAST, agree, compared, gradient_beside, neighbours, rounding
-from gradcheck_dist.probes.parameters.regions import Region
+from gradcheck_dist.probes.parameters.regions import Region, part_size
 from gradcheck_dist.probes.parameters.registry import ParamInfo
 
 
@@ -22,11 +22,6 @@ def runs_in_parts(buffer: Tensor, infos: Sequence[ParamInfo], num_ranks: int) ->
     sizes = tuple([part_size(info, num_ranks) for info in infos])
     for order, first, last in neighbours(sizes, buffer.numel() // num_ranks):
         yield list(infos[::order][first:last])
-
-
-def part_size(info: ParamInfo, num_ranks: int) -> int:
-    """Elements of each rank's part of a parameter, the last one's with what fills it up."""
-    return -(-info.numel // num_ranks)
 
 
 def parts_of(run: Sequence[ParamInfo], num_ranks: int) -> list[Region]:
