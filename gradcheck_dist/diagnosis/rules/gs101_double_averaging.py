@@ -1,10 +1,10 @@
 """Gradients are averaged over ranks although the loss already carries the whole normalisation.
 
 ## What it does
-Finds a data-parallel reduction (DDP, FSDP, HSDP) whose operation divides by the number of ranks, or a sum that a line
-or a communication hook of the trainer's divides by it, or an average that is made of messages which nobody recorded,
-after a loss that was already divided by the tokens of all ranks. Every weight is 1/R of what it should be, R being the
-size of the group.
+Finds a data-parallel reduction (DDP, FSDP, HSDP) whose operation divides by the number of ranks, or a sum that a line,
+a communication hook or a backward pass of the trainer's divides by it, or an average that is made of messages which
+nobody recorded, after a loss that was already divided by the tokens of all ranks. Every weight is 1/R of what it should
+be, R being the size of the group.
 
 ## Why it matters
 Adam divides a uniform factor away and clipping rescales it away, so the loss curve looks fine for weeks. But the clip
