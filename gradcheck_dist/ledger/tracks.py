@@ -181,11 +181,14 @@ def step_data(run: Run, step: int) -> StepData:
         for track in _tracks(trace, step, events[rank]):
             tracks[names[rank, track.param.id]][rank] = track
     join_born_alike(tracks)
-    tied = _join_tied(tracks, ties(run, names))
+    reached = {(rank, track.param.id) for of_rank in tracks.values() for rank, track in of_rank.items() if track.leaves}
+    # What a rank built and left to others (the rest of a whole model) began as theirs did, and tells nothing of ties.
+    trained = {at: key for at, key in names.items() if at in reached}
+    tied = _join_tied(tracks, ties(run, trained))
     complete = all(any(isinstance(e, OptimizerStep) for e in of_rank) for of_rank in events.values())
     sets = {rank: trace.param_sets for rank, trace in run.ranks.items()}
     wrappers = {rank: trace.wrappers for rank, trace in run.ranks.items()}
-    copies = {key: other for key, other in beside(run, names).items() if _got_gradients(tracks, (key, other))}
+    copies = {key: other for key, other in beside(run, trained).items() if _got_gradients(tracks, (key, other))}
     return StepData(
         step, events, sets, dict(tracks), complete, wrappers, tied, copies, sizes, _frozen_parts(run, names)
     )

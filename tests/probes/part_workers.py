@@ -25,9 +25,10 @@ class Stage(nn.Module):
         return hidden if self.number == 0 else hidden @ self.word.t()
 
 
-def train(parted_first: bool, run_dir: str) -> None:
+def train(parted_first: bool, run_dir: str, summed: bool = True) -> None:
     """The tied gradients are summed over stages, and all are reduce-scattered in place; `parted_first`: in the wrong
-    order, so that what is summed over stages is reduced on the one and not on the other (as in Megatron-LM#844)."""
+    order, so that what is summed over stages is reduced on the one and not on the other (as in Megatron-LM#844).
+    Without `summed` they are not summed at all, and every rank also looks at a whole model that nobody trains."""
     from gradcheck_dist.probes import attach
 
     dist.init_process_group("gloo")
@@ -36,6 +37,10 @@ def train(parted_first: bool, run_dir: str) -> None:
     across, peer = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][lane], (dist.get_rank() + 2) % 4
     with attach(run_dir):
         stage = Stage(number)
+        if not summed:
+            torch.manual_seed(0)
+            looked_at = nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY))
+            looked_at(torch.arange(VOCABULARY))
         params = list(stage.parameters())[:: 1 - 2 * number]
         sizes = [param.numel() for param in params]
         whole, weights = torch.zeros(sum(sizes)), torch.cat([param.detach().flatten() for param in params])
@@ -67,7 +72,7 @@ def train(parted_first: bool, run_dir: str) -> None:
                     param.main_grad.add_(param.grad)  # type: ignore[attr-defined]
                     param.grad = None
             whole.div_(2)
-            if not parted_first:
+            if summed and not parted_first:
                 dist.all_reduce(tied, group=across)
             dist.reduce_scatter_tensor(part, whole, group=within)
             whole[own] = part

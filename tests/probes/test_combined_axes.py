@@ -103,6 +103,12 @@ def test_a_sum_of_what_is_reduced_on_one_stage_alone_leaves_the_verdict_open(
     assert parted_first == any("is no combination of the recorded contributions" in one for one in report.reasons)
 
 
+def test_a_whole_model_that_ranks_only_look_at_does_not_hide_a_tied_matrix_that_is_not_summed(tmp_path: Path) -> None:
+    launch("part_workers:train", (False, str(tmp_path / "run"), False), 4, timeout_s=100)
+    (finding,) = diagnose(read_run(tmp_path / "run")).findings
+    assert (finding.code, finding.num_parameters) == ("GS703", 1)
+
+
 def test_a_rank_that_has_no_batch_in_the_first_step_leaves_all_open(tmp_path: Path) -> None:
     """Its parameters were first seen when they had moved, so that copies looked unlike (GS105)."""
     report = trained("no_batch", "none_at_first", tmp_path)
