@@ -51,6 +51,7 @@ def test_right_ones_are_clean(trainer: str, tmp_path: Path) -> None:
         ("nodes", "count_of_node", "GS305", False),
         ("flat", "summed_again", "GS102", True),
         ("tensor_parallel", "head_left_out", "GS103", False),
+        ("tensor_parallel", "plain_norm", "GS703", False),
         ("tensor_parallel", "doubled", "GS303", False),
         ("tensor_parallel", "over_all", "GS105", True),
         ("tensor_parallel", "over_shards", "GS105", True),

@@ -219,8 +219,10 @@ def _other_group(case: Case, missing: set[int]) -> str | None:
 
 
 def _arrived_in_part(held: Held, missing: Cell) -> bool:
-    """Whether another rank's summand of the same contribution did reach the gradient."""
-    return any(cell.key == missing.key and abs(cell.ratio) > max(1e-3, cell.margin) for cell in held.cells)
+    """Whether another rank's summand of the same contribution did reach the gradient, or may have, being zero."""
+    return held.has_zero_summand(missing.key) or any(
+        cell.key == missing.key and abs(cell.ratio) > max(1e-3, cell.margin) for cell in held.cells
+    )
 
 
 def could_audit(facts: StepFacts) -> bool:

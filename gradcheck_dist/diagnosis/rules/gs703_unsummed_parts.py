@@ -35,8 +35,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import numpy as np
-
 from gradcheck_dist.diagnosis.answer import Answer
 from gradcheck_dist.diagnosis.audits.equal_summands import equal_summands
 from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
@@ -45,7 +43,6 @@ from gradcheck_dist.diagnosis.finding import Factor
 from gradcheck_dist.diagnosis.weights.cells import Cell, Held
 from gradcheck_dist.diagnosis.weights.context import StepContext
 from gradcheck_dist.diagnosis.weights.factors import exact_fraction, name_number
-from gradcheck_dist.ledger.contributions import ContributionKey
 from gradcheck_dist.wording import numbered, plural
 
 CODE = "GS703"
@@ -93,8 +90,8 @@ def judge(case: Case) -> Answer | None:
         if held.replay.basis.summands.get(cell.key, 1) < 2:
             return None
         own = [one for one in held.cells if one.key == cell.key and abs(one.ratio) > GONE]
-        if not own and _is_empty(held, cell.key):
-            continue  # this rank's summand is zero
+        if not own and held.has_zero_summand(cell.key):
+            continue
         coordinate = case.context.contributions.coordinate
         if not own or any(coordinate.get(held.replay.basis.origin[one.column]) != cell.key[0] for one in own):
             return None
@@ -125,23 +122,18 @@ def judge(case: Case) -> Answer | None:
     )
 
 
-def _is_empty(held: Held, key: ContributionKey) -> bool:
-    """Whether what arrived on a rank of a contribution that others share is all zeros."""
-    basis = held.replay.basis
-    column = basis.of.get((held.rank, *key[1:]))
-    return column is not None and basis.keys[column] == key and not np.nan_to_num(basis.values[column]).any()
-
-
 def _share(
     case: Case, wrong: Sequence[tuple[Held, Cell]], holder: str, degrees: Sequence[str]
 ) -> tuple[Factor | None, str | None]:
     """What each holder has of the gradient, in a number and in words; None where that is not one number. `degrees` may
-    give it a name."""
+    give it a name. Summands of zero tell nothing of it."""
     counts = {
         (sum(one.ratio > GONE for one in of_key), len(of_key))
         for held, cell in wrong
         for of_key in [[one for one in held.cells if one.key == cell.key]]
     }
+    if len(counts) > 1:
+        counts = {(own, parts) for own, parts in counts if own}
     if len(counts) != 1:
         return None, None
     (own, parts) = counts.pop()

@@ -98,6 +98,7 @@ class Held:
     nominal: np.ndarray | None = None
     partial: bool = False
     visible: list[bool] = field(default_factory=list)
+    zeros: frozenset[int] = frozenset()
     elsewhere: frozenset[int] = frozenset()
     hops: dict[int, tuple[Hop, ...]] = field(default_factory=dict)
     clip_by_hand: float = 1.0
@@ -116,6 +117,16 @@ class Held:
     def is_gone(self) -> bool:
         """Whether nothing of any contribution is left in it, which is so whatever it was multiplied by besides."""
         return bool(self.cells) and all(abs(cell.ratio) <= GONE for cell in self.cells)
+
+    def has_zero_summand(self, key: ContributionKey) -> bool:
+        """Whether what came here of a contribution, by the records or as this rank's own, is a summand that is all
+        zeros: whether it weighs anything does not show."""
+        basis = self.replay.basis
+        own = basis.of.get((self.rank, *key[1:]))
+        return any(
+            basis.keys[column] == key and (column == own or (self.nominal is not None and self.nominal[column] != 0))
+            for column in self.zeros
+        )
 
     @cached_property
     def digits(self) -> tuple[object, ...]:

@@ -232,7 +232,10 @@ def _steps_inside(data: StepData, track: Track) -> bool:
 
 def _transfer(key: ParamKey, track: Track, played: Replay) -> Held:
     held = Held(key, track.rank, played, partial=bool(track.points) and track.points[-1].values.partial)
-    held.visible = (np.isfinite(played.basis.values) & _part(track)).any(axis=1).tolist()
+    part = np.isfinite(played.basis.values) & _part(track)
+    held.visible = part.any(axis=1).tolist()
+    there = (part & (played.basis.values != 0)).any(axis=1)
+    held.zeros = frozenset(np.flatnonzero(part.any(axis=1) & ~there).tolist())
     final = played.final(track.rank)
     if final is None or not final.sampled:
         if not any(isinstance(entry.event, OptimizerStep) for entry in played.entries.get(track.rank, ())):
