@@ -222,7 +222,7 @@ def _judged(
         verdict.reasons += facts.by_norm.in_one_model(recorded.coordinate)
     if facts.weights_right:
         verdict.reasons += [*shares_of_one_loss(data, recorded), *counted_for_each_copy(data, recorded)]
-    unequal = by_weights if by_weights[0] else unequal_losses(data, recorded)
+    unequal = by_weights if by_weights[0] else unequal_losses(data, recorded, norms)
     for reasons, values in (unequal, no_distribution(data)):
         verdict.reasons, verdict.remarks = verdict.reasons + reasons, verdict.remarks + values
     verdict.audited = audited(facts)

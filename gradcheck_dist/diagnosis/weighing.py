@@ -20,6 +20,7 @@ from gradcheck_dist.diagnosis.steps.drift import sets_apart
 from gradcheck_dist.diagnosis.steps.hand_clip import freed
 from gradcheck_dist.diagnosis.steps.lone import trained_alone
 from gradcheck_dist.diagnosis.steps.open_steps import (
+    counted_again,
     infinite_losses,
     numbered_apart,
     out_of_sight,
@@ -242,6 +243,7 @@ def weigh(
     verdict.held = judge(measured, target.contributions, target.expected)
     verdict.reasons += [
         *unseen(verdict.held, target.expected, own),
+        *counted_again(verdict.held),
         *uncounted(verdict.held, data, target.contributions.coordinate),
         *trained_alone(data, target.contributions.coordinate),
     ]

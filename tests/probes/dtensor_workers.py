@@ -10,12 +10,13 @@ from probe_workers import with_and_without
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn.utils import parametrize
 
 WIDTH, WORDS, TOKENS, STEPS, ACCUMULATION = 16, 32, 24, 2, 2
 VARIANTS = ("sharded", "sharded, averaged", "replicated", "replicated, averaged", "computed, summed by hand",
-            "all DTensors", "sequence parallel, clipped by local norms", "sequence parallel",
+            "all DTensors", "all DTensors, summed by hand", "local summands of logits",
+            "sequence parallel, clipped by local norms", "sequence parallel",
             "sequence parallel, clipped by own norms", "sequence parallel, summands summed",
             "sequence parallel, half the loss on a rank", "local", "local, not declared",
             "local, whole declared summed", "local, summands declared copies", "local between copies",
@@ -114,8 +115,11 @@ def local_model(variant: str, mesh: Any) -> nn.Module:
 def model_of(variant: str, mesh: Any) -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WORDS, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WORDS))
-    if variant == "all DTensors":
+    if variant.startswith("all DTensors"):
         return distribute_module(model, mesh)
+    if variant == "local summands of logits":
+        model[2].register_parameter("bias", None)  # a copy, whose gradients would differ
+        return parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel(output_layouts=Partial())})
     if "experts" in variant:
         return nn.Sequential(nn.Linear(WORDS, WIDTH), Experts(mesh, variant), nn.Linear(WIDTH, WORDS))
     if "local" in variant.split(",")[0]:
@@ -160,7 +164,7 @@ def train(variant: str) -> int:
         for _ in range(ACCUMULATION):
             ids, labels = torch.randint(WORDS, (2, *shape), generator=data)
             inputs: Tensor = F.one_hot(ids, WORDS).float()
-            if variant == "all DTensors":
+            if variant.startswith("all DTensors"):
                 inputs, labels = (DTensor.from_local(one, mesh, [Shard(0)]) for one in (inputs, labels))
             num_tokens = ACCUMULATION * TOKENS * (1 if one_batch else 2)
             loss = F.cross_entropy(model(inputs).transpose(1, -1), labels, reduction="sum") / num_tokens

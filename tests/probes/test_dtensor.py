@@ -11,6 +11,7 @@ from held_back import hold_back
 
 from gradcheck_dist.diagnosis.engine import diagnose
 from gradcheck_dist.diagnosis.finding import Finding, Report
+from gradcheck_dist.diagnosis.weights.cells import COUNTED_AGAIN
 from gradcheck_dist.events import Loss, LossGradient, StepEnd
 from gradcheck_dist.trace.run import read_run
 
@@ -35,6 +36,22 @@ def test_what_autograd_sums_is_right(reports: dict[str, Report], variant: str) -
     report = reports[variant]
     assert report.verdict == "clean"
     assert len({str(weight.contribution) for weight in report.weights}) == 4
+
+
+def test_summands_over_data_ranks_that_are_summed_by_hand_as_well_leave_the_verdict_open(
+    reports: dict[str, Report],
+) -> None:
+    """The optimizer adds up what all ranks hold, in which each contribution is as often as there are ranks."""
+    report = reports["all DTensors, summed by hand"]
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert [reason for reason in report.reasons if COUNTED_AGAIN in reason], report.reasons
+    assert "dist.all_reduce" in report.next_step
+
+
+def test_losses_of_a_ranks_own_summand_leave_the_verdict_open(reports: dict[str, Report]) -> None:
+    report = reports["local summands of logits"]
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert [reason for reason in report.reasons if "hold shards of the same parameters for the same tokens" in reason]
 
 
 def test_where_no_loss_was_seen_nobody_is_accused(reports: dict[str, Report], folder: Path) -> None:

@@ -4,8 +4,9 @@ Ranks that exchange activations for the same tokens hold parts of one model. Wha
 of the vocabulary, is one number on all of them; where it is not, some sum or maximum over the ranks does not come, or
 is taken over fewer of them. Gradients are then those of another function on each rank, which no weight shows.
 
-So it is where ranks hold shards of one parameter as DTensors: all of them run one program on the same numbers, and a
-loss that is given another weight on one of them leaves its shards a gradient of their own.
+So it is where ranks hold shards of one parameter as DTensors, whose exchanges are not recorded: all of them run one
+program on the same numbers. One that goes on with a rank's summand (`to_local()` of a `Partial`) has losses of its own,
+and a loss that is given another weight on one of them leaves its shards a gradient of their own.
 """
 
 from __future__ import annotations
@@ -28,12 +29,14 @@ ONE_LOSS = "their losses differ"
 ONE_WEIGHT = "give one loss of the same tokens unequal weights"
 
 
-def unequal_losses(data: StepData, contributions: Contributions) -> tuple[list[str], list[str]]:
+def unequal_losses(data: StepData, contributions: Contributions, norms: StepNorms) -> tuple[list[str], list[str]]:
     """Why a step is left open in which ranks with one model's parts and the same tokens have unequal losses, and what
     these are in the first of its passes."""
+    shards = _sharing(norms)
     for one in contributions.by_key.values():
         values = _values(data, one)
-        for group in _groups(data, one):
+        exchanging = _groups(data, one)
+        for group in sorted(exchanging | {ranks & frozenset(one.ranks) for ranks in shards}, key=sorted):
             of_group = {rank: values[rank] for rank in sorted(group) if values.get(rank)}
             low, high = min(of_group.values(), default=0.0), max(of_group.values(), default=0.0)
             if high - low <= _allowed(one) * max(abs(low), abs(high)):
@@ -41,10 +44,11 @@ def unequal_losses(data: StepData, contributions: Contributions) -> tuple[list[s
             among = numbered("rank", of_group)
             shown = ", ".join(f"{value:.6g}" for value in of_group.values())
             where = f" ({one.loss.site.short})" if one.loss is not None and one.loss.site is not None else ""
+            do = "exchange activations" if group in exchanging else "hold shards of the same parameters"
             reason = (
-                f"{among} exchange activations for the same tokens, and {ONE_LOSS}{where}: where they compute "
-                "one loss together (over shards of the vocabulary), a sum or maximum over them is missing, and what "
-                "backward gives is the gradient of another function"
+                f"{among} {do} for the same tokens, and {ONE_LOSS}{where}: where they compute one loss together (over "
+                "shards of the vocabulary, or by summands), a sum or maximum over them is missing, and what backward "
+                "gives is the gradient of another function"
             )
             place = f"step {data.step}, accumulation step {one.key[1]}, microbatch {one.key[2]}"
             return [reason], [f"{place}: backward begins at {shown} on {among}"]
@@ -53,11 +57,7 @@ def unequal_losses(data: StepData, contributions: Contributions) -> tuple[list[s
 
 def unequal_weights(data: StepData, contributions: Contributions, norms: StepNorms) -> tuple[list[str], list[str]]:
     """The same of ranks that hold shards of one parameter and let one loss enter backward with unequal weights."""
-    holders: dict[ParamKey, set[int]] = defaultdict(set)
-    for (rank, key), part in norms.parts.items():
-        if part.box is not None and not part.whole:
-            holders[part.own or key].add(rank)
-    shards = {frozenset(ranks) for ranks in holders.values()}
+    shards = _sharing(norms)
     losses = {rank: losses_of_rank(of_rank) for rank, of_rank in data.events.items()}
     for one in contributions.by_key.values():
         found = {rank: losses.get(rank, {}).get(one.key[1:], []) for rank in one.ranks}
@@ -79,6 +79,15 @@ def unequal_weights(data: StepData, contributions: Contributions, norms: StepNor
                 place = f"step {data.step}, accumulation step {one.key[1]}, microbatch {one.key[2]}"
                 return [reason], [f"{place}: the loss enters backward with {shown} on {among}"]
     return [], []
+
+
+def _sharing(norms: StepNorms) -> set[frozenset[int]]:
+    """The ranks that hold shards of one parameter, for each parameter."""
+    holders: dict[ParamKey, set[int]] = defaultdict(set)
+    for (rank, key), part in norms.parts.items():
+        if part.box is not None and not part.whole:
+            holders[part.own or key].add(rank)
+    return {frozenset(ranks) for ranks in holders.values()}
 
 
 def _allowed(one: Contribution) -> float:

@@ -29,7 +29,7 @@ from gradcheck_dist.diagnosis.steps.open_steps import (
 from gradcheck_dist.diagnosis.steps.thrown_away import OR_LOST
 from gradcheck_dist.diagnosis.steps.unfollowed import NOT_ATTACHED
 from gradcheck_dist.diagnosis.steps.waiting import SELDOM
-from gradcheck_dist.diagnosis.weights.cells import TOO_FEW
+from gradcheck_dist.diagnosis.weights.cells import COUNTED_AGAIN, TOO_FEW
 from gradcheck_dist.diagnosis.words import OF_THE_DATA
 from gradcheck_dist.events import TRAIN_AT_ONCE
 from gradcheck_dist.ledger.transit import OF_OTHERS, SOME_ALONE
@@ -60,6 +60,8 @@ SAYS = {
     "whose trace is missing": BRING,
     "what it reads is not known": "Make the optimizer's tensors from the model's parameters after their values are "
     "final, and record again.",
+    COUNTED_AGAIN: "Leave it to the DTensor to add them up, without dist.all_reduce(grad.to_local()); or set "
+    "param.grad to a DTensor of what was reduced that is Replicate() over these ranks.",
     ONE_LOSS: "Compute the loss of one batch on one process, and on these ranks: all numbers are to be the same.",
     ONE_WEIGHT: "Multiply and divide the loss by the same numbers on all ranks of one model.",
     NO_DISTRIBUTION: NO_DISTRIBUTION_SAYS,

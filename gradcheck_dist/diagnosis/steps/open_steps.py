@@ -13,7 +13,7 @@ from gradcheck_dist.diagnosis.finding import Coverage
 from gradcheck_dist.diagnosis.losses.marked import marked_aside
 from gradcheck_dist.diagnosis.norms.step_norms import StepNorms
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
-from gradcheck_dist.diagnosis.weights.cells import COUNTS_NOTHING, MAX_SPREAD, Held
+from gradcheck_dist.diagnosis.weights.cells import COUNTED_AGAIN, COUNTS_NOTHING, MAX_SPREAD, Held
 from gradcheck_dist.diagnosis.words import in_short
 from gradcheck_dist.events import (
     BEFORE,
@@ -288,6 +288,12 @@ def unseen(
         return []
     shown = in_short([f"(data rank {d}, accumulation step {k}, microbatch {m})" for d, k, m in sorted(missing)])
     return [f"the weight of contribution {shown} {FEW_SAMPLES}"]
+
+
+def counted_again(held: list[Held]) -> list[str]:
+    """Gradients that optimizers read as sums over ranks, some of whose contributions lie on several of these."""
+    names = sorted({one.param[1] for one in held if one.reason == COUNTED_AGAIN})
+    return [f"the gradient of {in_short(names)} {COUNTED_AGAIN}"] if names else []
 
 
 def uncounted(held: list[Held], data: StepData, coordinate: dict[int, int]) -> list[str]:

@@ -34,6 +34,7 @@ GONE = 1e-3
 TOO_SMALL = "its sampled gradient is zero or too small to be told from rounding"
 SUMMANDS_ALIKE = "its ranks' summands are alike, as of shards that began so: what came of each is not told apart"
 EQUAL = "all ranks' gradients of it are equal, so that their mean, which other gradients show, is each of them"
+COUNTED_AGAIN = "is a summand (a DTensor's Partial) and holds other ranks' contributions, which the sum counts again"
 TOO_FEW = "too few of its elements are sampled on this rank"
 COUNTS_NOTHING = "the losses of its passes count nothing, so nothing says what it should weigh"
 

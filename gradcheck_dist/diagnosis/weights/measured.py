@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from gradcheck_dist.diagnosis.weights.cells import EQUAL, MATERIAL, TOO_FEW, TOO_SMALL, Held
+from gradcheck_dist.diagnosis.weights.cells import COUNTED_AGAIN, EQUAL, MATERIAL, TOO_FEW, TOO_SMALL, Held
 from gradcheck_dist.events import OptimizerStep, Reduce
 from gradcheck_dist.ledger.buffers import Column, Entry, Replay
 from gradcheck_dist.ledger.composed import made_up_of
@@ -101,6 +101,10 @@ def _leave_to_others(held: Held, track: Track, contributions: Contributions) -> 
         held.elsewhere = frozenset(others)
         keys = held.replay.basis.keys
         held.visible = [seen and key[0] not in others for seen, key in zip(held.visible, keys, strict=True)]
+        if held.observed is not None and held.stderr is not None:
+            off = np.abs(held.observed) > np.maximum(MATERIAL, 6 * held.stderr)
+            if any(key[0] in others and is_off for key, is_off in zip(keys, off, strict=True)):
+                held.observed, held.stderr, held.reason = None, None, COUNTED_AGAIN
 
 
 def _carry(held: Held, stage: int, on_the_way: Transits) -> None:
