@@ -321,6 +321,7 @@ class Replica(Event, tag="replica"):
 
 OWN_OPTIMIZER = "an own optimizer"  # stands for the name of one that is none of torch.optim
 OWN_OPTIMIZER_PROBE = "own_optimizer"
+EXCHANGES_PROBE = "exchanges"
 UNSEEN_UPDATE = (
     "parameters are changed by no optimizer of torch.optim, and .grad was emptied before anybody saw what was read. "
     "Leave gradients there until the next forward pass, or empty them with zero_grad() or .grad = None"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from gradcheck_dist.events import Exchange, OptimizerStep, PipelineStep, Reduce, Replica
+from gradcheck_dist.events import EXCHANGES_PROBE, Exchange, OptimizerStep, PipelineStep, Reduce, Replica
 from gradcheck_dist.ledger.contributions import Contributions
 from gradcheck_dist.ledger.moved import as_on_rank
 from gradcheck_dist.ledger.tracks import ParamKey, StepData, Track, merge
@@ -95,7 +95,10 @@ def own_coordinates(data: StepData, contributions: Contributions) -> dict[int, s
 
 def own_models(data: StepData, own: dict[int, set[int]]) -> list[list[int]]:
     """The groups of ranks that train models of their own: they share no gradient, and no parameter that tells is equal
-    in two of them. [] where all ranks train one model, or it cannot be told."""
+    in two of them. [] where all ranks train one model, or it cannot be told: functions that are not followed may
+    exchange activations between any of them."""
+    if data.told(EXCHANGES_PROBE):
+        return []
     groups = sorted({tuple(sorted(rank for rank in own if own[rank] == mine)) for mine in own.values()})
     group_of = {rank: group for group in groups for rank in group}
     told: set[tuple[int, ...]] = set()

@@ -9,10 +9,11 @@ gradients is compared, since no objective treats one rank or accumulation step u
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
+from itertools import chain
 
 import numpy as np
 
@@ -29,7 +30,7 @@ from gradcheck_dist.diagnosis.losses.several_means import main_term
 from gradcheck_dist.diagnosis.losses.weighted_tokens import all_weighted
 from gradcheck_dist.diagnosis.losses.written import Written, as_written
 from gradcheck_dist.diagnosis.weights.cells import MAX_SPREAD, SIGMAS, Held, judge
-from gradcheck_dist.events import SCALED, GradWrite
+from gradcheck_dist.events import EXCHANGES_PROBE, SCALED, Exchange, GradWrite
 from gradcheck_dist.ledger.contributions import Contribution, ContributionKey, Contributions
 from gradcheck_dist.ledger.discarded import discarded, emptied_at, evaluated_again, tell_batches, without
 from gradcheck_dist.ledger.expected import expected_apart
@@ -246,20 +247,37 @@ def _in_parts(objective: str, counted: Aim, groups: list[list[ContributionKey]],
 
 
 def independent(data: StepData, contributions: Contributions) -> list[set[ContributionKey]]:
-    """Groups of contributions that have no parameter in common: each has an objective of its own."""
-    members: dict[ParamKey, set[ContributionKey]] = defaultdict(set)
-    for key, tracks in data.tracks.items():
-        for rank, track in tracks.items():
-            coordinate = contributions.coordinate.get(rank, rank)
-            members[key] |= {(coordinate, *slot) for slot in track.leaves}
+    """Groups of contributions that have no parameter in common, and whose ranks exchange no activations: each has an
+    objective of its own."""
     groups: list[set[ContributionKey]] = [{key} for key in contributions.by_key]
-    for of_param in members.values():
-        joined = [group for group in groups if group & of_param]
+    for together in chain(_of_parameters(data, contributions), _of_exchanges(data, contributions)):
+        joined = [group for group in groups if group & together]
         if len(joined) > 1:
-            groups = [group for group in groups if not group & of_param] + [set[ContributionKey]().union(*joined)]
+            groups = [group for group in groups if not group & together] + [set[ContributionKey]().union(*joined)]
         if len(groups) <= 1:
             break
     return groups
+
+
+def _of_parameters(data: StepData, contributions: Contributions) -> Iterator[set[ContributionKey]]:
+    for tracks in data.tracks.values():
+        yield {
+            (contributions.coordinate.get(rank, rank), *slot) for rank, track in tracks.items() for slot in track.leaves
+        }
+
+
+def _of_exchanges(data: StepData, contributions: Contributions) -> Iterator[set[ContributionKey]]:
+    """One pass on the ranks that exchange activations in it. What is not followed may combine those of all ranks."""
+    found = {
+        (event.group, (event.accumulation_step, event.microbatch))
+        for of_rank in data.events.values()
+        for event in of_rank
+        if isinstance(event, Exchange)
+    }
+    if data.told(EXCHANGES_PROBE):
+        found |= {(tuple(data.events), key[1:]) for key in contributions.by_key}
+    for ranks, slot in found:
+        yield {(contributions.coordinate.get(rank, rank), *slot) for rank in ranks}
 
 
 def _wrong(one: Aim, measured: list[Held]) -> set[ContributionKey]:

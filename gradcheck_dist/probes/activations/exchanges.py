@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 
-from gradcheck_dist.events import MAX_EXCHANGES, MAX_EXCHANGES_ALIKE, SENT
+from gradcheck_dist.events import EXCHANGES_PROBE, MAX_EXCHANGES, MAX_EXCHANGES_ALIKE, SENT
 from gradcheck_dist.probes.activations import dtensor_locals, functional
 from gradcheck_dist.probes.activations.attention import Attentions, is_attention
 from gradcheck_dist.probes.activations.attention import watch as watch_attention
@@ -86,6 +86,7 @@ class Exchanges:
         self._step = -1
         self._alike: Counter[tuple[Any, ...]] = Counter()
         self._indices: Counter[tuple[Any, ...]] = Counter()
+        self._over_several: dict[type, int] = {}  # functions, and the last step in which they ran
 
     @property
     def notes(self) -> bool:
@@ -164,6 +165,22 @@ class Exchanges:
         groups = {call.ranks for call in calls} or {self._backward[cls] or ()}
         ranks = groups.pop()
         return ranks if not groups and 1 < len(ranks) <= MAX_RANKS else None
+
+    def not_followed(self, cls: type, calls: list[Call], leaves: Sequence[Tensor], args: Sequence[Any]) -> None:
+        """Note a function that communicates over several groups (a grid of tensor-parallel ranks), and parameters that
+        it combines so."""
+        if len({call.ranks for call in calls}) < 2:
+            return
+        self._over_several[cls] = self.recorder.upcoming_step
+        if leaves and may_move_leaves(calls, args):
+            gathered.not_followed(self.recorder, cls, leaves)
+
+    def tell(self) -> None:
+        """The step ends: what of it is not followed."""
+        for cls, step in self._over_several.items():
+            if step == self.recorder.step:
+                reason = f"{cls.__name__} communicates over several groups of ranks: what it combines is not followed"
+                self.recorder.status(EXCHANGES_PROBE, False, reason)
 
     def learnt(self, cls: type, told: Watched) -> Watched:
         """What is told of a function that nobody knew to communicate before backward ran through it."""
@@ -314,6 +331,9 @@ def watch(
     sent = bool(calls.sent) and not calls
     if sent:
         ranks = calls.sent.pop() if len(calls.sent) == 1 else None
+    leaves = [one for _, one in given if one.is_leaf]
+    if ranks is None:
+        exchanges.not_followed(cls, calls, leaves, tensors)
     waits = len(made) == len(calls) == 1 and functional.on_its_way(made[0])
     if ranks is None or not given or not made or not all(map(is_plain, tensors if waits else [*tensors, *made])):
         return
@@ -324,7 +344,7 @@ def watch(
         return
     if not calls and (own := goes_on(given, made)) is not None:
         given, inputs = [own], [own[1]]
-    leaves = [one for one in inputs if one.is_leaf]
+        leaves = [one for one in inputs if one.is_leaf]
     if leaves and (len(ranks) > 1 or len(inputs) > 1):
         if may_move_leaves(calls, tensors):
             gathered.not_followed(recorder, cls, leaves)

@@ -222,6 +222,8 @@ class Recorder(Sampler):
             self.group_names.tell()
         if self.gathered is not None:
             self.gathered.tell(self)
+        if self.exchanges is not None:
+            self.exchanges.tell()
         if self.threads.at_once and self.sampling:
             self.status(THREADS, False, TRAIN_AT_ONCE)
         self.flush_samples()

@@ -76,7 +76,7 @@ class Gathered:
 
     def __init__(self) -> None:
         self.shards: dict[int, Shard] = {}
-        self.told: dict[type, int] = {}  # functions that are not followed, and the last step in which that was told
+        self.unfollowed: dict[type, int] = {}  # functions that are not followed, and the last step in which they ran
         self.doubted: dict[type, set[int]] = {}  # functions, and the ids of leaves that may be parameters, or none
         self._running: list[Reduction | None] | None = None
 
@@ -96,11 +96,16 @@ class Gathered:
         return found if found.info.shape == (length,) else None
 
     def tell(self, recorder: Recorder) -> None:
-        """The step ends: functions whose leaves turned out to be parameters are not followed."""
+        """The step ends: functions that are not followed, or whose leaves turned out to be parameters. What ran in
+        forward came before the step began, and would have been told as the last one's."""
         doubted, self.doubted = self.doubted, {}
         for cls, leaves in doubted.items():
             if recorder.registry.knows(leaves):
                 not_followed(recorder, cls)
+        for cls, step in self.unfollowed.items():
+            if step == recorder.step:
+                reason = f"{cls.__name__} combines parameters of several ranks in an order that is not known"
+                recorder.status(GATHERED, False, f"{reason}: what its backward gives them is not followed")
 
     @property
     def is_running(self) -> bool:
@@ -136,7 +141,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
 
 @guarded(GATHERED)
 def not_followed(recorder: Recorder, cls: type, leaves: Sequence[Tensor] = ()) -> None:
-    """Tell, once a step, of a function that communicates and is applied to a parameter, in a way that is not known.
+    """Note a function that communicates and is applied to a parameter, in a way that is not known.
 
     Args:
         leaves: what it is applied to, where that may be no parameter but what another rank sent, or a cut: that is
@@ -147,10 +152,8 @@ def not_followed(recorder: Recorder, cls: type, leaves: Sequence[Tensor] = ()) -
         return
     if leaves and not any(isinstance(leaf, nn.Parameter) for leaf in leaves):
         gathered.doubted.setdefault(cls, set()).update(map(id, leaves))
-    elif gathered.told.get(cls) != recorder.upcoming_step:
-        gathered.told[cls] = recorder.upcoming_step
-        reason = f"{cls.__name__} combines parameters of several ranks in an order that is not known"
-        recorder.status(GATHERED, False, f"{reason}: what its backward gives them is not followed")
+    else:
+        gathered.unfollowed[cls] = recorder.upcoming_step
 
 
 @guarded(GATHERED)
