@@ -104,6 +104,20 @@ def test_a_division_by_another_number_than_the_ranks_is_told_as_it_is() -> None:
     assert "multiply the loss by 2 (c = 2/N)" in finding.fix
 
 
+@pytest.mark.parametrize(
+    ("impl", "how"),
+    [
+        ("fsdp", "set_gradient_divide_factor(2)"),
+        ("ddp", "a communication hook that does so"),
+        ("all_reduce", "op=ReduceOp.SUM, and / 2 after it"),
+    ],
+)
+def test_a_wrong_divisor_is_mended_by_the_means_of_who_reduces(impl: str, how: str) -> None:
+    (finding,) = judged(replace(AVERAGING, impl=impl, own_divide=(("norm.weight", 1.0),))).findings
+    assert finding.code == "GS104"
+    assert how in finding.fix
+
+
 @pytest.mark.parametrize(("divides_by", "named"), [(1.0, "dp_replicate"), (4.0, "1/dp_replicate")])
 def test_a_wrong_divisor_is_named_after_ranks_and_passes_that_are_as_many_are_told_apart(
     divides_by: float, named: str

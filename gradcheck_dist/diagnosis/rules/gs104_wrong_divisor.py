@@ -73,8 +73,7 @@ def judge(case: Case) -> Answer | None:
     return Answer(
         explanation=f"The {reduction(event)} over {plural(size, 'rank')} multiplies by {factor:.6g}, where the "
         f"losses and the other reductions ask for 1/{wanted:.6g}: these weights are x {case.pattern.factor:.6g}{name}.",
-        fix=f"Let this reduction divide by {wanted:.6g} in all: set_gradient_divide_factor({wanted:.6g}) on an FSDP "
-        "module (on gloo with set_force_sum_reduction_for_comms(True)).",
+        fix=f"Let this reduction divide by {wanted:.6g} in all: {_dividing(event, wanted)}.",
         suggested_experiment=between_names(case.context, _counted_once(case)),
     )
 
@@ -136,6 +135,17 @@ def _at(event: Event | None) -> str:
 def _counted_once(case: Case) -> list[Name]:
     """Of the factor's names those that are one number or one over it."""
     return [name for name in case.names if [abs(power) for _, power in name.powers] == [1]]
+
+
+def _dividing(event: Reduce, divisor: float) -> str:
+    if event.impl in SHARDING - {"fsdp1", GATHERED}:
+        return (
+            f"set_gradient_divide_factor({divisor:.6g}) on an FSDP module (on gloo with "
+            "set_force_sum_reduction_for_comms(True))"
+        )
+    if event.impl in DATA_PARALLEL:
+        return "a communication hook that does so, or the rest of the division behind the last backward"
+    return f"op=ReduceOp.SUM, and / {divisor:.6g} after it"
 
 
 def _average(event: Reduce, size: int) -> str:
