@@ -39,6 +39,14 @@ def train(variant: str, run_dir: str) -> None:
                     dist.broadcast(param.grad, 0)
                 if "own loss" in variant:
                     param.grad.mul_(1 / (1 + float(loss.detach())))
+            if "in one copy" in variant:
+                grads = [param.grad for param in params if param.grad is not None]
+                flat = torch.cat([grad.flatten() for grad in grads])
+                dist.reduce(flat, 0)
+                if "sent on" in variant:
+                    dist.broadcast(flat, 0)
+                for grad, values in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+                    grad.copy_(values.view_as(grad))
             if "all at once" in variant:
                 op = dist.ReduceOp.AVG if "averaged" in variant else dist.ReduceOp.SUM
                 dist.all_reduce_coalesced([param.grad for param in params if param.grad is not None], op=op)

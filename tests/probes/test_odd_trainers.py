@@ -26,6 +26,8 @@ RANKS = {
     "reduced to one, and sent back": ("clean", []),
     "reduced to one": ("findings", ["GS103"]),
     "reduced to one, one steps": ("undetermined", []),
+    "in one copy, sent on": ("clean", []),
+    "in one copy": ("findings", ["GS103"]),
     "with a critic": ("clean", []),
     "with a critic, never reduced": ("findings", ["GS103"]),
     "a wrapper, then by its own loss": ("findings", ["GS000"]),
@@ -40,7 +42,7 @@ def test_two_ranks(variant: str, tmp_path: Path) -> None:
     launch("odd_workers:train", (variant, str(tmp_path / "run")), 2, timeout_s=60)
     report = diagnose(read_run(tmp_path / "run"))
     assert (report.verdict, [finding.code for finding in report.findings]) == RANKS[variant], report.reasons
-    if variant == "reduced to one":
+    if variant in ("reduced to one", "in one copy"):
         assert report.findings[0].ranks == [1]
     elif variant == "reduced to one, one steps":
         assert any("on rank 1, no optimizer steps" in reason for reason in report.reasons)

@@ -280,9 +280,14 @@ def _uncounted(facts: StepFacts) -> Iterator[Remark]:
 
 
 def _left_to_one(facts: StepFacts) -> Iterator[Remark]:
-    """Gradients reduced to one rank, which others step with as well: they read what is left in their own buffers."""
+    """Gradients reduced to one rank, which others step with as well: they read what is left in their own buffers.
+
+    On gloo that is the whole sum in some parts of a buffer, which reads like the result that was sent back. So someone
+    has to read something else than the rank to which they were reduced.
+    """
     found: dict[ParamKey, int] = {}
     culprits: list[tuple[int, Reduce]] = []
+    unlike = False
     stepped = {(held.param, rank) for held in facts.held for rank in held.ranks}
     for key, of_rank in facts.data.tracks.items():
         for rank, track in of_rank.items():
@@ -299,7 +304,8 @@ def _left_to_one(facts: StepFacts) -> Iterator[Remark]:
             if left is not None and read is not None and read.any() and np.array_equal(left, read):
                 found[key] = rank
                 culprits.append((rank, last))
-    if not found or CODE in facts.found:
+                unlike |= not _is_what_root_read(facts, of_rank.get(last.root), read)
+    if not unlike or CODE in facts.found:
         return
     rank, event = culprits[0]
     ranks = tuple(sorted({rank for rank, _ in culprits}))
@@ -316,6 +322,16 @@ def _left_to_one(facts: StepFacts) -> Iterator[Remark]:
         rank=rank,
         event=event,
     )
+
+
+def _is_what_root_read(facts: StepFacts, track: Track | None, read: np.ndarray) -> bool:
+    """Whether an optimizer of the rank to which gradients were reduced read these values, bit by bit."""
+    if track is None:
+        return False
+    events = [event for event in facts.data.events[track.rank] if isinstance(event, OptimizerStep)]
+    steps = [event.seq for event in events if track.param.id in facts.data.params_of(track.rank, event.params)]
+    values = _values(track, steps[-1], BEFORE) if steps else None
+    return values is not None and np.array_equal(values, read)
 
 
 def _rooted(event: Event) -> bool:
