@@ -63,6 +63,15 @@ def test_means_are_averaged_over_ranks_without_tokens_too(root: Callable[[Key, T
     assert (finding.code, finding.steps) == (code, [0, 1])
 
 
+def test_a_step_whose_ranks_hold_tokens_in_one_pass_each_shows_both_means() -> None:
+    trainer = Trainer(root=of_rank, accumulation=2)
+    tokens = [(9, 5, 6, 11), (9, 0, 0, 11), (7, 12, 9, 5)]
+    verdicts = [verdict_on(step, world_of(step, trainer, one).run()) for step, one in enumerate(tokens)]
+    assert [one.code for verdict in verdicts for one in verdict.findings] == ["GS302", "GS301", "GS302"]
+    (finding,) = told(verdicts)
+    assert (finding.code, finding.steps) == ("GS302", [0, 1, 2])
+
+
 def divided(step: int, tokens: Sequence[int], divisor: float) -> Run:
     """Bare sums over tokens, which a recorded line divides behind their sum over ranks."""
     world = world_of(step, Trainer(root=lambda *_: 1.0, impl="none", accumulation=2), tokens)

@@ -24,16 +24,17 @@ ALIKE = 1e-4
 
 def tell_once(verdicts: Sequence[StepVerdict]) -> None:
     """Keep of the findings of several steps the one that tells them all."""
-    _keep_empty(verdicts)
+    _keep_means(verdicts)
     _keep_recorded(verdicts)
     _keep_line(verdicts)
     _keep_bracket(verdicts)
     _keep_clip(verdicts)
 
 
-def _keep_empty(verdicts: Sequence[StepVerdict]) -> None:
-    """Take what is wrong in steps in which ranks or passes hold no tokens for the means that other steps show: these
-    are averaged over all ranks or passes, the empty ones too, which looks like an average that should not have come."""
+def _keep_means(verdicts: Sequence[StepVerdict]) -> None:
+    """Take what is wrong in steps for the means that other steps show, where it is the same. Means are averaged over
+    ranks or passes without tokens, too, which looks like an average that should not have come; where each rank holds
+    tokens in one pass alone, means over ranks are those over passes."""
     accused = [(verdict, verdict.errors[0]) for verdict in verdicts if len(verdict.errors) == 1]
     for verdict, found in accused:
         pattern = verdict.shapes.get(cause(found))
@@ -53,10 +54,10 @@ def _keep_empty(verdicts: Sequence[StepVerdict]) -> None:
 
 
 def _is_mean_over(verdict: StepVerdict, pattern: Pattern, law: float) -> bool:
-    """Whether all weights of a step are those of means over ranks or passes of which some are empty."""
+    """Whether all weights of a step are those of means over ranks or passes, of which some may be empty."""
     counted, everyone = _num_parts(verdict, pattern.objective or "")
     tokens = {key: one.num_tokens or 0 for key, one in verdict.contributions.by_key.items()}
-    if not 0 < counted < everyone:
+    if counted == 0:
         return False
     own, meant = (expected_weights(one, tokens) for one in (pattern.objective or "", verdict.context.objective))
     known = [(_key(one), one.ratio) for one in verdict.weights if one.ratio is not None]
