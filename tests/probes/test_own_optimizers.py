@@ -173,6 +173,33 @@ def test_an_update_that_may_divide_by_itself_accuses_nobody(tmp_path: Path) -> N
     assert next_step(report).startswith("Look whether the update divides by that number")
 
 
+def adding(model: nn.Module) -> None:
+    """Gradient ascent."""
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(RATE * grad(param))
+    model.zero_grad()
+
+
+@pytest.mark.parametrize(("maximize", "codes"), [(True, []), (False, ["GS303"]), (None, [])])
+def test_the_negative_of_a_loss_may_be_maximized(tmp_path: Path, maximize: bool | None, codes: list[str]) -> None:
+    """By an optimizer that is told to, or by one that is written by hand (None)."""
+    made: list[torch.optim.Optimizer] = []
+
+    def update(model: nn.Module) -> None:
+        if maximize is None:
+            adding(model)
+            return
+        if not made:
+            made.append(torch.optim.SGD(model.parameters(), lr=RATE, maximize=maximize))
+        made[0].step()
+        made[0].zero_grad()
+
+    report = judged(tmp_path, update, divisor=-1)
+    assert [finding.code for finding in report.findings] == codes
+    assert codes or (report.verdict == "undetermined" and "x -1 in .grad" in report.reasons[0])
+
+
 class Dividing(torch.optim.Optimizer):
     """One of the trainer's own that divides what it reads by a number that it holds, or that its step is given."""
 

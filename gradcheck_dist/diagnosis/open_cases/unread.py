@@ -50,6 +50,25 @@ def _may_be_made_up(case: Case, data: StepData) -> bool:
     return case.pattern.factor > 1 and (own_optimizer(data) or bool(_holder(case, data)))
 
 
+def turned_round(case: Case, data: StepData) -> str | None:
+    """Why gradients of the negative loss accuse nobody: what steps is told to maximize, or is none of torch.optim and
+    may add what it reads."""
+    if case.pattern.kind != "uniform" or not case.everywhere or case.terms or case.pattern.factor >= 0:
+        return None
+    steps = [event for of_rank in data.events.values() for event in of_rank if isinstance(event, OptimizerStep)]
+    if not steps or not (own_optimizer(data) or all(_maximizes(step) for step in steps)):
+        return None
+    return (
+        f"all weights are x {case.pattern.factor:.6g} in .grad: what steps maximizes, or may, as it is no optimizer of "
+        "torch.optim, and then the negative of the loss is right"
+    )
+
+
+def _maximizes(step: OptimizerStep) -> bool:
+    groups = [group.hyperparameters for group in step.groups] or [step.hyperparameters]
+    return all(numbers.get("maximize") == 1.0 for numbers in groups)
+
+
 def _holder(case: Case, data: StepData) -> str:
     """The optimizer that holds the number by which all weights are too large, in words; "" where one that steps does
     not, or another one reads what it leaves."""

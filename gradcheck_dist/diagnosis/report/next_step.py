@@ -139,6 +139,8 @@ SAYS = {
     "same batches: what is reduced inside of an optimizer's step is not seen.",
     "moved no parameter. Either": "Look what that optimizer divides by when it moves parameters; recorded with "
     "accumulation in .grad, all is judged.",
+    "the negative of the loss is right": "Nothing to do where maximizing is meant and the factor is -1; else minimize "
+    "the loss once to have its normalisation judged.",
     "changed inside of the backward pass": "Record once with an optimizer that steps behind backward.",
     "labels are not those of the tokens": "Look how tokens and labels come together (a shift, a queue, a batch that "
     "was fetched ahead): both are to be of one pass.",

@@ -35,6 +35,7 @@ HYPERPARAMETERS: tuple[str, ...] = (
     "dampening",
     "nesterov",
     "decoupled_weight_decay",
+    "maximize",
 )
 MAX_NUMBERS = 32
 _held: weakref.WeakKeyDictionary[Optimizer, tuple[int, dict[str, float]]] = weakref.WeakKeyDictionary()
