@@ -13,13 +13,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from math import prod
 
 import numpy as np
 
 from gradcheck_dist.diagnosis.causes.places import caller_of
 from gradcheck_dist.diagnosis.causes.routes import SAME, contains, origin, route
-from gradcheck_dist.diagnosis.weights.cells import Cell, Held
+from gradcheck_dist.diagnosis.weights.cells import SIGMAS, Cell, Held
 from gradcheck_dist.events import AmpUnscale, Backward, Clip, Event, OptimizerStep, Reduce, ScaleGrads, ZeroGrad
 from gradcheck_dist.ledger.buffers import Entry, in_one_buffer
 from gradcheck_dist.ledger.reductions import nominal_factor
@@ -129,6 +130,7 @@ def account(data: StepData, held: Held, cell: Cell) -> Account:
     if held.clip_by_hand != 1 and _free(result, held.clip_by_hand):
         reached /= held.clip_by_hand
     _ask_for_average(result)
+    _average_again(result)
     last = replay.final(holder)
     if last is not None and last.sampled and last.observed is None and reached and any(one is last for one in entries):
         # Its last state is known from another rank that holds the same, and from nothing before.
@@ -175,6 +177,34 @@ def _ask_for_average(result: Account) -> None:
             continue
         result.steps[place] = replace(step, factor=step.factor / size)
         result.gaps[own] = replace(result.gaps[own], factor=result.gaps[own].factor * size)
+
+
+def _average_again(result: Account) -> None:
+    """Gradients that are summed and divided by hand in every pass: between two such sums a line divides what the second
+    adds up again. Together they are an average of what the ranks hold alike, which leaves it as it is."""
+    reductions = [place for place, step in enumerate(result.steps) if isinstance(step.event, Reduce)]
+    for before, place in pairwise(reductions):
+        earlier, later = result.steps[before], result.steps[place]
+        if getattr(earlier.event, "group", None) != getattr(later.event, "group", None):
+            continue
+        # A root's reduction adds up again what a broadcast brought to the others, which nobody recorded.
+        inside = [index for index, gap in enumerate(result.gaps) if gap.start is gap.end is later.event]
+        summed = later.factor * prod(result.gaps[index].factor for index in inside)
+        for index in _between(result.gaps, earlier.event, later.event) if summed > 1 + SAME else ():
+            gap = result.gaps[index]
+            if abs(gap.factor * summed - 1) <= max(SAME, SIGMAS * gap.noise):
+                result.steps[place] = replace(later, factor=1.0)
+                result.gaps[index] = replace(gap, factor=gap.factor * summed)
+                for one in inside:
+                    result.gaps[one] = replace(result.gaps[one], factor=1.0)
+                break
+
+
+def _between(gaps: list[Gap], earlier: Event, later: Event) -> range:
+    """The places of the gaps behind one event and in front of another."""
+    first = next((place for place, gap in enumerate(gaps) if gap.start is earlier and gap.end is not earlier), None)
+    last = next((place for place, gap in enumerate(gaps) if gap.end is later), None)
+    return range(0) if first is None or last is None else range(first, last + 1)
 
 
 def _free(result: Account, clip: float) -> bool:
