@@ -37,8 +37,15 @@ def test_a_hook_that_averages_is_what_losses_times_the_ranks_ask_for() -> None:
     assert judged(1 / RANKS, num_reductions=2).verdict == "clean"
 
 
-def test_a_hook_that_averages_what_is_divided_by_all_tokens_averages_twice() -> None:
-    (finding,) = judged(1 / RANKS, times=1).findings
+@pytest.mark.parametrize("num_reductions", [1, 2])
+def test_losses_that_nobody_divides_by_passes_are_the_fault_and_the_average_is_none(num_reductions: int) -> None:
+    (finding,) = judged(1 / RANKS, num_reductions=num_reductions, times=2 * RANKS).findings
+    assert (finding.code, finding.factor.expression) == ("GS303", "accumulation_steps")
+
+
+@pytest.mark.parametrize("num_reductions", [1, 2])
+def test_a_hook_that_averages_what_is_divided_by_all_tokens_averages_twice(num_reductions: int) -> None:
+    (finding,) = judged(1 / RANKS, num_reductions=num_reductions, times=1).findings
     assert (finding.code, finding.factor.expression) == ("GS101", "1/dp_replicate")
     assert finding.first_event is not None and finding.first_event.line == REDUCE_LINE
     assert "train.hook" in finding.explanation

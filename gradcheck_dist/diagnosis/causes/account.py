@@ -165,18 +165,22 @@ def _read(data: StepData, track: Track) -> np.ndarray:
 
 
 def _ask_for_average(result: Account) -> None:
-    """A communication hook of the trainer's that sums and does something else besides, behind losses that are
-    multiplied by the ranks it sums over: these ask it for an average, and only what it does beyond that is unasked."""
+    """A communication hook of the trainer's that sums and does something else besides: where it divides by the ranks it
+    sums over, it averages. Behind losses that are multiplied by these ranks, which ask it for an average, only what it
+    does beyond that is unasked."""
     for place, step in enumerate(result.steps):
         event = step.event
         if not isinstance(event, Reduce) or event.hook is None or event.op != "sum" or event.impl != "ddp":
             continue
         size = event.num_ranks
         own = max((i for i, gap in enumerate(result.gaps) if gap.end is event), default=None)  # behind it
-        if size < 2 or own is None or abs(result.root / size - 1) > SAME or abs(result.gaps[own].factor - 1) <= SAME:
+        if size < 2 or own is None or abs(result.gaps[own].factor - 1) <= SAME:
             continue
-        result.steps[place] = replace(step, factor=step.factor / size)
-        result.gaps[own] = replace(result.gaps[own], factor=result.gaps[own].factor * size)
+        gap = result.gaps[own]
+        averages = abs(gap.factor * size - 1) <= max(SAME, SIGMAS * gap.noise)
+        if averages or abs(result.root / size - 1) <= SAME:
+            result.steps[place] = replace(step, factor=step.factor / size)
+            result.gaps[own] = replace(gap, factor=gap.factor * size)
 
 
 def _average_again(result: Account) -> None:

@@ -125,7 +125,7 @@ def _in_hook(case: Case, event: Reduce) -> Answer | None:
     size, factor, tolerance = event.num_ranks, case.culprit.factor, max(1e-3, 2 * case.pattern.tolerance)
     if event.impl != "ddp" or event.hook is None or not _divides_by(case, size):
         return None
-    if factor is None or abs(factor * size - 1) > tolerance or case.culprit.nominal not in (None, 1):
+    if factor is None or abs(factor * size - 1) > tolerance or case.culprit.nominal not in (None, 1, 1 / size):
         return None
     if any(abs(cell.root_ratio - 1) > tolerance for _, cell in case.cells):
         return None
