@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 from random_trainers import global_mean
-from simulator import Hand, Key, Trainer, World
+from reduced_steps import all_reduce, begun, ended
+from simulator import Buffer, Hand, Key, Trainer, World
 
 from gradcheck_dist.diagnosis.engine import diagnose
 from gradcheck_dist.diagnosis.finding import Report
@@ -38,6 +39,18 @@ def test_what_is_wrong_besides_is_one_finding(factor: float) -> None:
     (finding,) = judged(times(factor)).findings
     assert finding.code in ("GS000", "GS303")  # nobody recorded the division, which may have the wrong number as well
     assert finding.factor.observed == pytest.approx(factor, rel=1e-4)
+
+
+def test_a_sum_by_another_line_behind_an_average_is_summed_again() -> None:
+    world = begun(RANKS, factor=RANKS)
+    everyone = (tuple(range(RANKS)),)
+    all_reduce(world, everyone, 40)
+    for rank in world.ranks:
+        rank.grad = {name: Buffer(one.values / RANKS, one.weights / RANKS) for name, one in rank.grad.items()}
+    all_reduce(world, everyone, 50)
+    (finding,) = ended(world).findings
+    assert (finding.code, finding.factor.observed) == ("GS102", pytest.approx(RANKS))
+    assert finding.first_event is not None and finding.first_event.line == 50
 
 
 def test_sums_that_are_divided_at_the_end_alone_are_summed_again() -> None:

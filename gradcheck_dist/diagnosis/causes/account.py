@@ -189,7 +189,7 @@ def _average_again(result: Account) -> None:
     reductions = [place for place, step in enumerate(result.steps) if isinstance(step.event, Reduce)]
     for before, place in pairwise(reductions):
         earlier, later = result.steps[before], result.steps[place]
-        if getattr(earlier.event, "group", None) != getattr(later.event, "group", None):
+        if earlier.hand != later.hand:
             continue
         # A root's reduction adds up again what a broadcast brought to the others, which nobody recorded.
         inside = [index for index, gap in enumerate(result.gaps) if gap.start is gap.end is later.event]
