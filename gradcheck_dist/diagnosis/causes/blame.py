@@ -113,15 +113,16 @@ def blame(
         if id(one) not in shown and one.like is not None and one.like.shares:
             _give_like(one, one.like)  # too noisy to show by itself what the same way shows in others
     undone = [one for one in wrong if not one.shares and one.documented != 0 and _give_loud(one)]
-    merge(wrong)
+    came_right = [replace(one, shares=_loud(one)) for one in every if one.cell.right]
+    merge([*wrong, *came_right])
     wrong = give_spared(wrong, every)
     # What came out right in spite of its records speaks for no record.
     right = [one for one in every if one.cell.right and abs(one.documented - 1) <= one.allowed]
     by_hand = next((gap.end for one in unseen.values() for gap in one.account.gaps), None) if unseen else None
     noisy = by_hand if any(one.cell.margin > NOISY * max(abs(one.cell.ratio), 1.0) for one in wrong) else None
     around = Surroundings(quantities, lambda held: last_backward(data, held, held.rank), by_hand, noisy)
-    unclear = undone or (changed and any(still_wrong(one) for one in wrong))
-    if not (unclear and settle(contributions, wrong, [(one, _loud(one)) for one in every if one.cell.right], around)):
+    unclear = undone or (changed and (any(still_wrong(one) for one in wrong) or _befell_right_ones(wrong, came_right)))
+    if not (unclear and settle(contributions, wrong, [(one, one.shares) for one in came_right], around)):
         for one in undone:
             one.shares = []
         recorded(contributions, [one for one in wrong if still_wrong(one)], right, around)
@@ -130,6 +131,17 @@ def blame(
     _join_undone(data, every)
     put_together(halves)
     return _collect(every)
+
+
+def _befell_right_ones(wrong: Sequence[Judged], came_right: Sequence[Judged]) -> bool:
+    """Whether what nobody recorded of some wrong weights was done to right ones alike, where a record says what else
+    these wrong ones went through."""
+    usual = {culprit.identity for one in came_right for culprit, _ in one.shares}
+    recorded_alike = {one.account.doings for one in came_right}
+    return any(
+        one.account.doings not in recorded_alike and any(culprit.identity in usual for culprit, _ in one.shares)
+        for one in wrong
+    )
 
 
 def _join_undone(data: StepData, every: list[Judged]) -> None:
