@@ -37,7 +37,7 @@ def test_it_is_right() -> None:
 @pytest.mark.parametrize("factor", [PASSES, 1 / PASSES, 1 / RANKS, 1.5])
 def test_what_is_wrong_besides_is_one_finding(factor: float) -> None:
     (finding,) = judged(times(factor)).findings
-    assert finding.code in ("GS000", "GS303")  # nobody recorded the division, which may have the wrong number as well
+    assert finding.code in ("GS000", "GS303")  # the division, which nobody recorded, may have the wrong number as well
     assert finding.factor.observed == pytest.approx(factor, rel=1e-4)
 
 

@@ -177,8 +177,7 @@ def _ask_for_average(result: Account) -> None:
         if size < 2 or own is None or abs(result.gaps[own].factor - 1) <= SAME:
             continue
         gap = result.gaps[own]
-        averages = abs(gap.factor * size - 1) <= max(SAME, SIGMAS * gap.noise)
-        if averages or abs(result.root / size - 1) <= SAME:
+        if _undoes(gap, size) or abs(result.root / size - 1) <= SAME:
             result.steps[place] = replace(step, factor=step.factor / size)
             result.gaps[own] = replace(gap, factor=gap.factor * size)
 
@@ -187,21 +186,25 @@ def _average_again(result: Account) -> None:
     """Gradients that are summed and divided by hand in every pass: between two such sums a line divides what the second
     adds up again. Together they are an average of what the ranks hold alike, which leaves it as it is."""
     reductions = [place for place, step in enumerate(result.steps) if isinstance(step.event, Reduce)]
-    for before, place in pairwise(reductions):
-        earlier, later = result.steps[before], result.steps[place]
+    for first, last in pairwise(reductions):
+        earlier, later = result.steps[first], result.steps[last]
         if earlier.hand != later.hand:
             continue
         # A root's reduction adds up again what a broadcast brought to the others, which nobody recorded.
-        inside = [index for index, gap in enumerate(result.gaps) if gap.start is gap.end is later.event]
-        summed = later.factor * prod(result.gaps[index].factor for index in inside)
-        for index in _between(result.gaps, earlier.event, later.event) if summed > 1 + SAME else ():
-            gap = result.gaps[index]
-            if abs(gap.factor * summed - 1) <= max(SAME, SIGMAS * gap.noise):
-                result.steps[place] = replace(later, factor=1.0)
-                result.gaps[index] = replace(gap, factor=gap.factor * summed)
-                for one in inside:
-                    result.gaps[one] = replace(result.gaps[one], factor=1.0)
-                break
+        inside = [place for place, gap in enumerate(result.gaps) if gap.start is gap.end is later.event]
+        summed = later.factor * prod(result.gaps[place].factor for place in inside)
+        between = _between(result.gaps, earlier.event, later.event)
+        divided = next((place for place in between if _undoes(result.gaps[place], summed)), None)
+        if divided is None or summed <= 1 + SAME:
+            continue
+        result.steps[last] = replace(later, factor=1.0)
+        result.gaps[divided] = replace(result.gaps[divided], factor=result.gaps[divided].factor * summed)
+        for place in inside:
+            result.gaps[place] = replace(result.gaps[place], factor=1.0)
+
+
+def _undoes(gap: Gap, factor: float) -> bool:
+    return abs(gap.factor * factor - 1) <= max(SAME, SIGMAS * gap.noise)
 
 
 def _between(gaps: list[Gap], earlier: Event, later: Event) -> range:
