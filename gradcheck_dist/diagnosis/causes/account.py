@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
 from math import prod
 
 import numpy as np
@@ -183,24 +182,37 @@ def _ask_for_average(result: Account) -> None:
 
 
 def _average_again(result: Account) -> None:
-    """Gradients that are summed and divided by hand in every pass: between two such sums a line divides what the second
-    adds up again. Together they are an average of what the ranks hold alike, which leaves it as it is."""
-    reductions = [place for place, step in enumerate(result.steps) if isinstance(step.event, Reduce)]
-    for first, last in pairwise(reductions):
-        earlier, later = result.steps[first], result.steps[last]
-        if earlier.hand != later.hand:
+    """Gradients that are summed and divided by hand in every pass: behind a sum, over one group of ranks or several, a
+    line divides what the same sums add up again. Such a round is an average of what the ranks hold alike, which leaves
+    it as it is."""
+    rounds: dict[Hand, set[Hand]] = {}  # the sums of a pass up to each one
+    latest: dict[Hand, int] = {}
+    for last in [place for place, step in enumerate(result.steps) if isinstance(step.event, Reduce)]:
+        later = result.steps[last]
+        if later.hand not in rounds:
+            rounds[later.hand] = {*rounds, later.hand}
+            latest[later.hand] = last
             continue
+        first, latest[later.hand] = latest[later.hand], last
+        summed = [place for place in range(first + 1, last + 1) if result.steps[place].hand in rounds[later.hand]]
+        between = _between(result.gaps, result.steps[first].event, later.event)
         # A root's reduction adds up again what a broadcast brought to the others, which nobody recorded.
-        inside = [place for place, gap in enumerate(result.gaps) if gap.start is gap.end is later.event]
-        summed = later.factor * prod(result.gaps[place].factor for place in inside)
-        between = _between(result.gaps, earlier.event, later.event)
-        divided = next((place for place in between if _undoes(result.gaps[place], summed)), None)
-        if divided is None or summed <= 1 + SAME:
+        inside = [place for place in between if result.gaps[place].start is result.gaps[place].end]
+        times = prod(result.steps[place].factor for place in summed) * prod(result.gaps[p].factor for p in inside)
+        divided = next((place for place in between if _divides(result.gaps[place], times)), None)
+        if divided is None or times <= 1 + SAME:
             continue
-        result.steps[last] = replace(later, factor=1.0)
-        result.gaps[divided] = replace(result.gaps[divided], factor=result.gaps[divided].factor * summed)
+        for place in summed:
+            result.steps[place] = replace(result.steps[place], factor=1.0)
+        result.gaps[divided] = replace(result.gaps[divided], factor=result.gaps[divided].factor * times)
         for place in inside:
             result.gaps[place] = replace(result.gaps[place], factor=1.0)
+
+
+def _divides(gap: Gap, factor: float) -> bool:
+    """Whether a factor is divided out in a gap, be it several times too often: what is too much is this gap's own."""
+    left = abs(gap.factor * factor)
+    return 0 < left <= 1 + SAME and abs(left * round(1 / left) - 1) <= max(SAME, SIGMAS * gap.noise)
 
 
 def _undoes(gap: Gap, factor: float) -> bool:
