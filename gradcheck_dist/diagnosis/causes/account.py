@@ -58,6 +58,12 @@ class Step:
         constant = None if constant is None or constant != constant else round(constant, 12)
         return (type(event).__name__, op, group, caller_of(event), constant)
 
+    @property
+    def along(self) -> tuple[Hand, tuple[int, ...]]:
+        """The hand and the dimension of a mesh along which it reduces: one line may go over several, one by one."""
+        group = getattr(self.event, "group", ()) or ()
+        return self.hand, tuple(rank - group[0] for rank in group)
+
 
 @dataclass(frozen=True)
 class Gap:
@@ -185,21 +191,26 @@ def _average_again(result: Account) -> None:
     """Gradients that are summed and divided by hand in every pass: behind a sum, over one group of ranks or several, a
     line divides what the same sums add up again. Such a round is an average of what the ranks hold alike, which leaves
     it as it is."""
-    rounds: dict[Hand, set[Hand]] = {}  # the sums of a pass up to each one
-    latest: dict[Hand, int] = {}
-    for last in [place for place, step in enumerate(result.steps) if isinstance(step.event, Reduce)]:
+    rounds: dict[object, set[object]] = {}  # the sums of a pass up to each one
+    latest: dict[object, int] = {}
+    reductions = [place for place, step in enumerate(result.steps) if isinstance(step.event, Reduce)]
+    for last in reductions:
         later = result.steps[last]
-        if later.hand not in rounds:
-            rounds[later.hand] = {*rounds, later.hand}
-            latest[later.hand] = last
+        along = later.along
+        if along not in rounds:
+            rounds[along] = {*rounds, along}
+            latest[along] = last
             continue
-        first, latest[later.hand] = latest[later.hand], last
-        summed = [place for place in range(first + 1, last + 1) if result.steps[place].hand in rounds[later.hand]]
+        first, latest[along] = latest[along], last
+        met = [place for place in reductions if first < place <= last]
+        summed = [place for place in met if result.steps[place].along in rounds[along]]
         between = _between(result.gaps, result.steps[first].event, later.event)
         # A root's reduction adds up again what a broadcast brought to the others, which nobody recorded.
         inside = [place for place in between if result.gaps[place].start is result.gaps[place].end]
         times = prod(result.steps[place].factor for place in summed) * prod(result.gaps[p].factor for p in inside)
-        divided = next((place for place in between if _divides(result.gaps[place], times)), None)
+        changed = [place for place in between if place not in inside and abs(result.gaps[place].factor - 1) > SAME]
+        matches = _divides if len(changed) == 1 and summed == met else _undoes
+        divided = next((place for place in changed if matches(result.gaps[place], times)), None)
         if divided is None or times <= 1 + SAME:
             continue
         for place in summed:
@@ -210,7 +221,7 @@ def _average_again(result: Account) -> None:
 
 
 def _divides(gap: Gap, factor: float) -> bool:
-    """Whether a factor is divided out in a gap, be it several times too often: what is too much is this gap's own."""
+    """Whether a factor is divided out in a gap that divides by a whole number besides, which is the gap's own."""
     left = abs(gap.factor * factor)
     return 0 < left <= 1 + SAME and abs(left * round(1 / left) - 1) <= max(SAME, SIGMAS * gap.noise)
 

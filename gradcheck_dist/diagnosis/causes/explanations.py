@@ -194,6 +194,19 @@ class Search:
         averages = (factor for known, factor in self.factor_of.items() if known[0] == "Reduce" and 0 < factor < 1)
         return any(abs(value * factor - 1) <= SAME for factor in averages)
 
+    @cached_property
+    def _summed(self) -> set[int]:
+        """How many ranks' gradients recorded reductions add up, one by one or together."""
+        steps = (step for row in self.rows for step in row.account.steps)
+        sums = {step.along: step.hand[2] for step in steps if step.hand[:2] == ("Reduce", "sum")}
+        return {prod(some) for count in range(1, len(sums) + 1) for some in combinations(sums.values(), count)}
+
+    def _averages_sums(self, hand: Hand) -> bool:
+        """Whether an unrecorded hand divides by just the ranks whose gradients recorded reductions add up: with these
+        sums it is the average that was meant."""
+        acts = [factor for row in self.rows for factor in row.factors.get(hand, [])]
+        return any(all(abs(factor * ranks - 1) <= SAME for factor in acts) for ranks in self._summed)
+
     def in_doubt(self, chosen: Explanation) -> dict[Hand, Hand]:
         """What is to blame as well as a cause of the chosen explanation, one of the two being a hand that nobody
         recorded: of two that multiply the same weights, which has the wrong number cannot be told."""
@@ -256,7 +269,7 @@ class Search:
                 cost += LOSS + self._loss_cost(loss, edited | set(hands))
             others = tuple(zip(hands, constants[int(with_loss) :], strict=True))
             for hand, value in others:
-                cost += OTHER_GAP if hand[0] == GAP else OTHER
+                cost += OTHER_GAP if hand[0] == GAP and not self._averages_sums(hand) else OTHER
                 divisor = self._intended(rest, loss, others, hand, value)
                 cost += self.divisor_cost(hand, divisor, may_scale=not edits)
             yield Explanation(edits, loss, others, cost)

@@ -210,22 +210,26 @@ def is_divided(data: StepData, culprit: Culprit, held: Sequence[Held], divisor: 
     return any(_is(prod(chosen), 1 / divisor, 0.0) for chosen in some)
 
 
-def lines_without_number(data: StepData, culprit: Culprit, held: Sequence[Held]) -> tuple[str, ...]:
-    """The lines that wrote to these gradients between the events of an unrecorded change, nobody knows what."""
+def lines_within(data: StepData, culprit: Culprit, held: Sequence[Held]) -> tuple[str, ...]:
+    """The lines that wrote to these gradients between the events of an unrecorded change, nobody knows what; behind
+    a loss, which may be to blame in their place, also those whose number is known."""
     if not culprit.unrecorded or culprit.event is None or culprit.before is None:
         return ()
     rank = rank_of(data, culprit.before)
     params = params_on(data, held, rank)
-    return lines_that_write(data, rank, params, between(data, culprit, rank))
+    return lines_that_write(data, rank, params, between(data, culprit, rank), known=culprit.kind == "loss")
 
 
-def lines_that_write(data: StepData, rank: int, params: Set[int], events: Iterable[Event]) -> tuple[str, ...]:
-    """The lines of `events` that changed gradients of a rank's parameters, or parts of them, by no one number."""
+def lines_that_write(
+    data: StepData, rank: int, params: Set[int], events: Iterable[Event], *, known: bool = False
+) -> tuple[str, ...]:
+    """The lines of `events` that changed gradients of a rank's parameters, or parts of them, by no one number; also
+    those of `known` numbers, where asked for."""
     found = [
         one.site.short
         for one in events
         if isinstance(one, GradWrite) and one.site is not None and one.params is not None
-        if one.op == WRITTEN or one.factor is None
+        if known or one.op == WRITTEN or one.factor is None
         if not params.isdisjoint(data.params_of(rank, one.params))
     ]
     return tuple(dict.fromkeys(found))

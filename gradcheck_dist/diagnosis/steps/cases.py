@@ -14,7 +14,7 @@ from gradcheck_dist.diagnosis.causes.own_lines import (
     behind_bare_sum,
     line_between,
     line_that_differs,
-    lines_without_number,
+    lines_within,
     rank_of,
 )
 from gradcheck_dist.diagnosis.causes.reweighed import off_alike
@@ -169,7 +169,7 @@ def _case(verdict: StepVerdict, blamed: Blame, judged: list[Held]) -> Case:
     if write is not None:
         case.culprit = replace(case.culprit, write=write, rank=rank_of(verdict.data, write))
     else:
-        case.culprit = replace(case.culprit, lines=lines_without_number(verdict.data, case.culprit, case.held))
+        case.culprit = replace(case.culprit, lines=lines_within(verdict.data, case.culprit, case.held))
     if case.culprit.kind == "loss" and not case.culprit.unrecorded:
         case.summing = summing(verdict.data, verdict.contributions, case.held)
     name_case(case)
