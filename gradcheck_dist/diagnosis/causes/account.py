@@ -17,9 +17,10 @@ from math import prod
 
 import numpy as np
 
+from gradcheck_dist.diagnosis.causes.averages import ask_for_average, average_again
 from gradcheck_dist.diagnosis.causes.places import caller_of
 from gradcheck_dist.diagnosis.causes.routes import SAME, contains, origin, route
-from gradcheck_dist.diagnosis.weights.cells import SIGMAS, Cell, Held
+from gradcheck_dist.diagnosis.weights.cells import Cell, Held
 from gradcheck_dist.events import AmpUnscale, Backward, Clip, Event, OptimizerStep, Reduce, ScaleGrads, ZeroGrad
 from gradcheck_dist.ledger.buffers import Entry, in_one_buffer
 from gradcheck_dist.ledger.reductions import nominal_factor
@@ -31,6 +32,7 @@ NOTHING = 1e-9
 """Share of a gradient's largest weight that no measurement of float32 tells from none."""
 
 Hand = tuple[object, ...]
+Along = tuple[Hand, tuple[int, ...]]
 SCALING = (Reduce, ScaleGrads, AmpUnscale, ZeroGrad)
 
 
@@ -59,9 +61,9 @@ class Step:
         return (type(event).__name__, op, group, caller_of(event), constant)
 
     @property
-    def along(self) -> tuple[Hand, tuple[int, ...]]:
+    def along(self) -> Along:
         """The hand and the dimension of a mesh along which it reduces: one line may go over several, one by one."""
-        group = getattr(self.event, "group", ()) or ()
+        group: Sequence[int] = getattr(self.event, "group", None) or ()
         return self.hand, tuple(rank - group[0] for rank in group)
 
 
@@ -134,8 +136,8 @@ def account(data: StepData, held: Held, cell: Cell) -> Account:
         result.arrived &= origin(replay, column, holder) == holder  # a hook that brought nothing from other ranks
     if held.clip_by_hand != 1 and _free(result, held.clip_by_hand):
         reached /= held.clip_by_hand
-    _ask_for_average(result)
-    _average_again(result)
+    ask_for_average(result)
+    average_again(result)
     last = replay.final(holder)
     if last is not None and last.sampled and last.observed is None and reached and any(one is last for one in entries):
         # Its last state is known from another rank that holds the same, and from nothing before.
@@ -167,74 +169,6 @@ def _read(data: StepData, track: Track) -> np.ndarray:
     clip = next((event.seq for event in data.events[track.rank] if isinstance(event, Clip)), None)
     points = [point for point in track.points if clip is None or point.seq <= clip]
     return (points or track.points)[-1].values.data
-
-
-def _ask_for_average(result: Account) -> None:
-    """A communication hook of the trainer's that sums and does something else besides: where it divides by the ranks it
-    sums over, it averages. Behind losses that are multiplied by these ranks, which ask it for an average, only what it
-    does beyond that is unasked."""
-    for place, step in enumerate(result.steps):
-        event = step.event
-        if not isinstance(event, Reduce) or event.hook is None or event.op != "sum" or event.impl != "ddp":
-            continue
-        size = event.num_ranks
-        own = max((i for i, gap in enumerate(result.gaps) if gap.end is event), default=None)  # behind it
-        if size < 2 or own is None or abs(result.gaps[own].factor - 1) <= SAME:
-            continue
-        gap = result.gaps[own]
-        if _undoes(gap, size) or abs(result.root / size - 1) <= SAME:
-            result.steps[place] = replace(step, factor=step.factor / size)
-            result.gaps[own] = replace(gap, factor=gap.factor * size)
-
-
-def _average_again(result: Account) -> None:
-    """Gradients that are summed and divided by hand in every pass: behind a sum, over one group of ranks or several, a
-    line divides what the same sums add up again. Such a round is an average of what the ranks hold alike, which leaves
-    it as it is."""
-    rounds: dict[object, set[object]] = {}  # the sums of a pass up to each one
-    latest: dict[object, int] = {}
-    reductions = [place for place, step in enumerate(result.steps) if isinstance(step.event, Reduce)]
-    for last in reductions:
-        later = result.steps[last]
-        along = later.along
-        if along not in rounds:
-            rounds[along] = {*rounds, along}
-            latest[along] = last
-            continue
-        first, latest[along] = latest[along], last
-        met = [place for place in reductions if first < place <= last]
-        summed = [place for place in met if result.steps[place].along in rounds[along]]
-        between = _between(result.gaps, result.steps[first].event, later.event)
-        # A root's reduction adds up again what a broadcast brought to the others, which nobody recorded.
-        inside = [place for place in between if result.gaps[place].start is result.gaps[place].end]
-        times = prod(result.steps[place].factor for place in summed) * prod(result.gaps[p].factor for p in inside)
-        changed = [place for place in between if place not in inside and abs(result.gaps[place].factor - 1) > SAME]
-        matches = _divides if len(changed) == 1 and summed == met else _undoes
-        divided = next((place for place in changed if matches(result.gaps[place], times)), None)
-        if divided is None or times <= 1 + SAME:
-            continue
-        for place in summed:
-            result.steps[place] = replace(result.steps[place], factor=1.0)
-        result.gaps[divided] = replace(result.gaps[divided], factor=result.gaps[divided].factor * times)
-        for place in inside:
-            result.gaps[place] = replace(result.gaps[place], factor=1.0)
-
-
-def _divides(gap: Gap, factor: float) -> bool:
-    """Whether a factor is divided out in a gap that divides by a whole number besides, which is the gap's own."""
-    left = abs(gap.factor * factor)
-    return 0 < left <= 1 + SAME and abs(left * round(1 / left) - 1) <= max(SAME, SIGMAS * gap.noise)
-
-
-def _undoes(gap: Gap, factor: float) -> bool:
-    return abs(gap.factor * factor - 1) <= max(SAME, SIGMAS * gap.noise)
-
-
-def _between(gaps: list[Gap], earlier: Event, later: Event) -> range:
-    """The places of the gaps behind one event and in front of another."""
-    first = next((place for place, gap in enumerate(gaps) if gap.start is earlier and gap.end is not earlier), None)
-    last = next((place for place, gap in enumerate(gaps) if gap.end is later), None)
-    return range(0) if first is None or last is None else range(first, last + 1)
 
 
 def _free(result: Account, clip: float) -> bool:

@@ -58,10 +58,13 @@ from gradcheck_dist.diagnosis.causes.vocabulary import (
     same,
 )
 from gradcheck_dist.diagnosis.weights.factors import Name, name_number
+from gradcheck_dist.events import Reduce
 
 PASSES = RANKS | SCHEDULE
 """What a line divides tokens by behind losses that were divided by their passes (N/(R K)); not what names a factor
 that no clip would have."""
+MOST_SUMS = 3
+"""Over so many groups a gradient is summed one after the other, at most: as many dimensions a mesh has for its data."""
 
 
 @dataclass
@@ -197,9 +200,9 @@ class Search:
     @cached_property
     def _summed(self) -> set[int]:
         """How many ranks' gradients recorded reductions add up, one by one or together."""
-        steps = (step for row in self.rows for step in row.account.steps)
-        sums = {step.along: step.hand[2] for step in steps if step.hand[:2] == ("Reduce", "sum")}
-        return {prod(some) for count in range(1, len(sums) + 1) for some in combinations(sums.values(), count)}
+        steps = {step.along: step.event for row in self.rows for step in row.account.steps}
+        sums = [event.num_ranks for event in steps.values() if isinstance(event, Reduce) and event.op == "sum"]
+        return {prod(some) for count in range(1, MOST_SUMS + 1) for some in combinations(sums, count)}
 
     def _averages_sums(self, hand: Hand) -> bool:
         """Whether an unrecorded hand divides by just the ranks whose gradients recorded reductions add up: with these
