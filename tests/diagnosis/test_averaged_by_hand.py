@@ -20,7 +20,7 @@ def found(factor: float, divisor: float = RANKS) -> Finding:
     return finding
 
 
-@pytest.mark.parametrize("factor", [PASSES, 1 / PASSES])
+@pytest.mark.parametrize("factor", [PASSES, 1 / PASSES, 0.7])
 def test_losses_that_are_off_are_told_at_the_losses(factor: float) -> None:
     finding = found(factor)
     assert finding.code == "GS303"

@@ -35,6 +35,7 @@ from gradcheck_dist.diagnosis.causes.vocabulary import (
     MOST_REFERENCES,
     MOST_RIVALS,
     OTHER,
+    OTHER_AVERAGE,
     OTHER_GAP,
     RANKS,
     SCHEDULE,
@@ -204,6 +205,11 @@ class Search:
         sums = [event.num_ranks for event in steps.values() if isinstance(event, Reduce) and event.op == "sum"]
         return {prod(some) for count in range(1, MOST_SUMS + 1) for some in combinations(sums, count)}
 
+    def _cost_of_other(self, hand: Hand) -> float:
+        if hand[0] != GAP:
+            return OTHER
+        return OTHER_AVERAGE if self._averages_sums(hand) else OTHER_GAP
+
     def _averages_sums(self, hand: Hand) -> bool:
         """Whether an unrecorded hand divides by just the ranks whose gradients recorded reductions add up: with these
         sums it is the average that was meant."""
@@ -272,7 +278,7 @@ class Search:
                 cost += LOSS + self._loss_cost(loss, edited | set(hands))
             others = tuple(zip(hands, constants[int(with_loss) :], strict=True))
             for hand, value in others:
-                cost += OTHER_GAP if hand[0] == GAP and not self._averages_sums(hand) else OTHER
+                cost += self._cost_of_other(hand)
                 divisor = self._intended(rest, loss, others, hand, value)
                 cost += self.divisor_cost(hand, divisor, may_scale=not edits)
             yield Explanation(edits, loss, others, cost)

@@ -211,13 +211,12 @@ def is_divided(data: StepData, culprit: Culprit, held: Sequence[Held], divisor: 
 
 
 def lines_within(data: StepData, culprit: Culprit, held: Sequence[Held]) -> tuple[str, ...]:
-    """The lines that wrote to these gradients between the events of an unrecorded change, nobody knows what; behind
-    a loss, which may be to blame in their place, also those whose number is known."""
+    """The lines that wrote to these gradients between the events of an unrecorded change."""
     if not culprit.unrecorded or culprit.event is None or culprit.before is None:
         return ()
     rank = rank_of(data, culprit.before)
     params = params_on(data, held, rank)
-    return lines_that_write(data, rank, params, between(data, culprit, rank), known=culprit.kind == "loss")
+    return lines_that_write(data, rank, params, between(data, culprit, rank), known=True)
 
 
 def lines_that_write(

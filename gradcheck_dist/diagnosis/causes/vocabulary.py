@@ -20,6 +20,8 @@ OTHER = 1.5
 OTHER_GAP = 0.9
 """A number that somebody divides by on a line of their own is wrong sooner than one inside of a recorded hand, and than
 the loss's."""
+OTHER_AVERAGE = 2.0
+"""A line that divides by just the ranks that a reduction adds up is right, unless the losses' number is odder."""
 MISSING = 1.25
 CLIPPED = 0.25
 """What may be a clip that no probe saw: a nameless factor below 1 on all weights, just before the optimizer."""
