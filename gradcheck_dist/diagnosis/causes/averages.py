@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import replace
+from itertools import combinations
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,10 @@ from gradcheck_dist.diagnosis.weights.cells import SIGMAS
 from gradcheck_dist.events import Event, Reduce
 
 if TYPE_CHECKING:
-    from gradcheck_dist.diagnosis.causes.account import Account, Along, Gap
+    from gradcheck_dist.diagnosis.causes.account import Account, Along, Gap, Step
+
+MOST_SUMS = 3
+"""Over so many groups a gradient is summed one after the other, at most: as many dimensions a mesh has for its data."""
 
 
 def ask_for_average(result: Account) -> None:
@@ -84,3 +88,15 @@ def _between(gaps: Sequence[Gap], earlier: Event, later: Event) -> range:
     first = next((place for place, gap in enumerate(gaps) if gap.start is earlier and gap.end is not earlier), None)
     last = next((place for place, gap in enumerate(gaps) if gap.end is later), None)
     return range(0) if first is None or last is None else range(first, last + 1)
+
+
+def summed_ranks(steps: Iterable[Step]) -> set[int]:
+    """How many ranks' gradients recorded reductions add up, one by one or one after the other."""
+    events = {step.along: step.event for step in steps}
+    sums = [event.num_ranks for event in events.values() if isinstance(event, Reduce) and event.op == "sum"]
+    return {prod(some) for count in range(1, MOST_SUMS + 1) for some in combinations(sums, count)}
+
+
+def divides_by(factors: Sequence[float], ranks: int) -> bool:
+    """Whether each time it acts a line divides by so many ranks: with a sum over them it is the average."""
+    return all(abs(factor * ranks - 1) <= SAME for factor in factors)

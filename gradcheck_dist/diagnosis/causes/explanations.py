@@ -20,6 +20,7 @@ from statistics import median
 import numpy as np
 
 from gradcheck_dist.diagnosis.causes.account import Hand
+from gradcheck_dist.diagnosis.causes.averages import divides_by, summed_ranks
 from gradcheck_dist.diagnosis.causes.rivals import Formulas
 from gradcheck_dist.diagnosis.causes.routes import SAME
 from gradcheck_dist.diagnosis.causes.vocabulary import (
@@ -59,13 +60,10 @@ from gradcheck_dist.diagnosis.causes.vocabulary import (
     same,
 )
 from gradcheck_dist.diagnosis.weights.factors import Name, name_number
-from gradcheck_dist.events import Reduce
 
 PASSES = RANKS | SCHEDULE
 """What a line divides tokens by behind losses that were divided by their passes (N/(R K)); not what names a factor
 that no clip would have."""
-MOST_SUMS = 3
-"""Over so many groups a gradient is summed one after the other, at most: as many dimensions a mesh has for its data."""
 
 
 @dataclass
@@ -198,23 +196,16 @@ class Search:
         averages = (factor for known, factor in self.factor_of.items() if known[0] == "Reduce" and 0 < factor < 1)
         return any(abs(value * factor - 1) <= SAME for factor in averages)
 
-    @cached_property
-    def _summed(self) -> set[int]:
-        """How many ranks' gradients recorded reductions add up, one by one or together."""
-        steps = {step.along: step.event for row in self.rows for step in row.account.steps}
-        sums = [event.num_ranks for event in steps.values() if isinstance(event, Reduce) and event.op == "sum"]
-        return {prod(some) for count in range(1, MOST_SUMS + 1) for some in combinations(sums, count)}
-
     def _cost_of_other(self, hand: Hand) -> float:
+        """The cost of a hand that should multiply by another number."""
         if hand[0] != GAP:
             return OTHER
-        return OTHER_AVERAGE if self._averages_sums(hand) else OTHER_GAP
+        factors = [factor for row in self.rows for factor in row.factors.get(hand, [])]
+        return OTHER_AVERAGE if any(divides_by(factors, ranks) for ranks in self._summed) else OTHER_GAP
 
-    def _averages_sums(self, hand: Hand) -> bool:
-        """Whether an unrecorded hand divides by just the ranks whose gradients recorded reductions add up: with these
-        sums it is the average that was meant."""
-        acts = [factor for row in self.rows for factor in row.factors.get(hand, [])]
-        return any(all(abs(factor * ranks - 1) <= SAME for factor in acts) for ranks in self._summed)
+    @cached_property
+    def _summed(self) -> set[int]:
+        return summed_ranks(step for row in self.rows for step in row.account.steps)
 
     def in_doubt(self, chosen: Explanation) -> dict[Hand, Hand]:
         """What is to blame as well as a cause of the chosen explanation, one of the two being a hand that nobody
