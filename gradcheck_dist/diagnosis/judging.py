@@ -74,6 +74,7 @@ from gradcheck_dist.ledger.contributions import Contributions
 from gradcheck_dist.ledger.handed_on import changed_on_the_way, hands_on
 from gradcheck_dist.ledger.hooked import told_hooks
 from gradcheck_dist.ledger.loss_backwards import own_backwards, words_of
+from gradcheck_dist.ledger.mixed_labels import mixed_labels
 from gradcheck_dist.ledger.several_terms import several_terms
 from gradcheck_dist.ledger.summed_losses import summed_losses
 from gradcheck_dist.ledger.vocabulary_shards import unlike_shards
@@ -128,6 +129,10 @@ def _judge_as(run: Run, step: int, objective: str, objective_from: str, assumed:
             verdict = own_losses
             verdict.reasons += changed
     apart = adds_up_apart(verdict.spreads)
+    if apart and mixed_labels(verdict.data) is not None:
+        mixed = read(Reading(mixed=True))
+        if mixed.comes_out_right and mixed.all_right:
+            return mixed
     terms = several_terms(verdict.data) if apart or verdict.findings else None
     if terms is not None and not verdict.context.of_samples:
         as_terms = read(Reading(terms=True))

@@ -53,6 +53,7 @@ from gradcheck_dist.ledger.leaves import same_tokens
 from gradcheck_dist.ledger.looked_at import without_looks
 from gradcheck_dist.ledger.loss_backwards import as_given
 from gradcheck_dist.ledger.lost import lost
+from gradcheck_dist.ledger.mixed_labels import MixedLabels, mixed_labels
 from gradcheck_dist.ledger.picked_losses import picked_apart
 from gradcheck_dist.ledger.several_terms import Terms, several_terms
 from gradcheck_dist.ledger.strangers import strangers
@@ -79,20 +80,24 @@ class Assumed:
 class Reading:
     """How what was recorded is read. `handed`: passes that hand on what earlier ones left have these passes' tokens.
     `terms`: the losses that a pass adds up are terms with coefficients. `summed`: ranks of one batch that may train on
-    the sum of their losses do so. `written`: which reading of losses in a sum is taken."""
+    the sum of their losses do so. `written`: which reading of losses in a sum is taken. `mixed`: losses that
+    compare the same logits are one with mixed labels, also where their coefficients do not tell it."""
 
     handed: bool = True
     terms: bool = False
     summed: bool = False
     written: int | None = None
+    mixed: bool = False
 
 
 class Records(NamedTuple):
-    """A step as it was recorded, and as it is read; its losses as terms, where they are read so."""
+    """A step as it was recorded, and as it is read; its losses as terms, and as such with mixed labels, where they are
+    read so."""
 
     recorded: StepData
     data: StepData
     own_terms: Terms | None
+    mixed: MixedLabels | None
 
 
 def _alike(assumed: Assumed, how: Reading) -> tuple[Assumed, Reading]:
@@ -116,8 +121,13 @@ class Measurements:
             data = without_unwritten(with_chunks(without_looks(with_weights_of_others(recorded))))
             data = with_handed_on(data) if how.handed else data
             data = as_given(data) if assumed.given else data
+            mixed = mixed_labels(data)
+            if mixed is not None and not (mixed.certain or how.mixed):
+                mixed = None
+            data = mixed.data if mixed is not None else data
             own_terms = several_terms(data) if how.terms else None
-            self.records[alike] = Records(recorded, own_terms.data if own_terms is not None else data, own_terms)
+            data = own_terms.data if own_terms is not None else data
+            self.records[alike] = Records(recorded, data, own_terms, mixed)
         return self.records[alike]
 
     def of(self, verdict: StepVerdict, assumed: Assumed, how: Reading) -> tuple[list[Held], Transits]:
@@ -160,7 +170,7 @@ def read_step(
 ) -> tuple[StepVerdict, dict[int, set[int]] | None]:
     """What was recorded of a step, with all that this leaves open; and the data coordinates that concern each rank,
     where ranks train models of their own."""
-    recorded, data, own_terms = measurements.read(run, step, assumed, how)
+    recorded, data, own_terms, mixed = measurements.read(run, step, assumed, how)
     own_losses = summed_losses(data, perhaps=how.summed)
     contributions = same_tokens(
         data, collect(data.events, run.same_data, strangers(data), own_losses, picked_apart(data))
@@ -178,6 +188,7 @@ def read_step(
     verdict.unmade = [] if verdict.lost else unmade(data)
     verdict.reasons += [*not_summed(data), *unlike_parts(data)]
     verdict.remarks += [*moving(data), *not_verified(data.events), *contributions.problems, *told_chunks(data)]
+    verdict.remarks += [mixed.remark] if mixed is not None else []
     verdict.verified, verdict.unverified = verified(data.events), left_out(data.events)
     verdict.remarks += [told(first, copies) for first, copies in data.tied.items()]
     verdict.remarks += [told_beside(one, other) for one, other in data.beside.items() if one < other]

@@ -200,7 +200,7 @@ def _find_losses(events: list[AnyEvent], result: ShapeWays) -> None:
             result.reasons.append(UNCOUNTED)
         elif slot not in result.slots:
             result.reasons.append("a loss received its gradient in a pass that reached no parameter")
-        elif event.other_losses or event.computed or (loss is not None and loss.num_weighted_tokens is not None):
+        elif event.other_losses or event.computed or event.logits is not None or _by_class(loss):
             result.reasons.append(
                 "several losses share one backward pass, or tokens are weighted by class or by the data"
             )
@@ -216,6 +216,10 @@ def _find_losses(events: list[AnyEvent], result: ShapeWays) -> None:
             if index in lows and index in highs:
                 result.spread_rows.append((lows[index], highs[index]))
     result.reasons = list(dict.fromkeys(result.reasons))
+
+
+def _by_class(loss: Loss | None) -> bool:
+    return loss is not None and loss.num_weighted_tokens is not None
 
 
 def _replay(events: list[AnyEvent], slots: list[Slot], reasons: list[str]) -> Way | None:

@@ -24,6 +24,7 @@ from gradcheck_dist.probes.losses.label_functions import Labelled
 from gradcheck_dist.probes.losses.loss import gradient_arrived, is_inside_of_a_loss, tell_loss, tell_whole
 from gradcheck_dist.probes.losses.loss_graph import PICKS, dim_of, function_of, name_of, search
 from gradcheck_dist.probes.losses.loss_terms import emit_term, uncounted_terms, watch_terms
+from gradcheck_dist.probes.losses.same_logits import on_same_logits
 from gradcheck_dist.probes.parameters.stand_ins import is_host
 from gradcheck_dist.probes.recording.deferred import number
 from gradcheck_dist.probes.recording.marks import LABELLED, RECORDED, has_several
@@ -77,8 +78,9 @@ def look(
             picks += 1
         found.log_softmaxes.remove(source)
         label_smoothing.watch_whole(recorder, current, source, ids[part], functools.partial(_hook, recorder))
-    if len(ids) > 1 and recorder.sampling:
-        current.part_of = heads.parts_of_one(ids)
+    if len(ids) > 1:
+        current.part_of = heads.parts_of_one(ids) if recorder.sampling else {}
+        current.logits = on_same_logits(ids)
     soft, own = found.log_softmaxes, list[Any]()
     if not (found.known or found.cross_entropies or picks) and len(soft) == 1 and not found.others:
         own.append(soft[-1])

@@ -112,6 +112,7 @@ class BackwardPass:
         "inside_losses",
         "label_hash",
         "leaves",
+        "logits",
         "microbatch",
         "num_attached",
         "num_embedded",
@@ -175,6 +176,7 @@ class BackwardPass:
         self.first_of_forward: int | None = None  # the number of the first pass that differentiated the same forward
         self.other_losses = 0  # losses in the graph besides the recorded ones
         self.part_of: dict[int, int] = {}  # by loss: of which larger one, where it is a part of one
+        self.logits: dict[int, int] = {}  # by loss: which logits, where other losses compare them, too
         self.arrived: set[int] = set()  # losses that got their gradient
         self.direct: set[int] = set()  # losses that the roots are computed from, by way of no other loss
         self.computed = False  # a loss's weight in the root is a function of the data
@@ -199,8 +201,9 @@ class BackwardPass:
 
     def told_of_sum(self, loss_id: int) -> dict[str, Any]:
         """Fields of a LossGradient: what stands before a loss in a sum of several, and before all of these together,
-        and what it is a part of."""
-        part = {"part_of": self.part_of[loss_id]} if loss_id in self.part_of else {}
+        what it is a part of and what it shares with others."""
+        numbered = {"part_of": self.part_of, "logits": self.logits}
+        part = {name: of_losses[loss_id] for name, of_losses in numbered.items() if loss_id in of_losses}
         own = [one for known, one in self.before if known == loss_id]
         if len(own) != 1:
             return part  # in no sum, or several times in one
