@@ -23,6 +23,7 @@ from gradcheck_dist.diagnosis.causes.summed_means import summing
 from gradcheck_dist.diagnosis.causes.token_lines import token_line
 from gradcheck_dist.diagnosis.losses.aim import Aim
 from gradcheck_dist.diagnosis.losses.own_objective import own_division, own_objective
+from gradcheck_dist.diagnosis.losses.several_losses import line_of
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
 from gradcheck_dist.diagnosis.weights.cells import Cell, Held, average, judge, loss_rounding, pool
 from gradcheck_dist.diagnosis.weights.patterns import Pattern, Sample, explain
@@ -116,7 +117,7 @@ def _cases(verdict: StepVerdict, judged: list[Held]) -> list[Case]:
     """The wrong cells by culprit, each group with its shape and names."""
     quantities = verdict.context.quantities
     found = blame(verdict.data, verdict.contributions, judged, quantities)
-    found = _of_tasks(found) if verdict.context.of_tasks else found
+    found = _of_one_fault(found, judged, of_tasks=verdict.context.of_tasks)
     cases = [_case(verdict, blamed, judged) for one in found for blamed in _without_emptied(one)]
     join_alike(cases, sum(bool(held.cells) for held in verdict.held))
     return without_skipped(without_divisions_alone(cases), judged)
@@ -137,12 +138,17 @@ def _without_emptied(blamed: Blame) -> list[Blame]:
     return parts
 
 
-def _of_tasks(found: list[Blame]) -> list[Blame]:
-    """What all losses of one forward pass lack alike is one cause, though each has a line of its own."""
+def _of_one_fault(found: list[Blame], judged: list[Held], *, of_tasks: bool) -> list[Blame]:
+    """What all losses lack alike is one cause, though each has a line of its own: those of one forward pass's tasks,
+    and those that go backward on one line (the branches of a condition)."""
     losses = [one for one in found if one.culprit.kind == "loss" and not one.culprit.unrecorded]
     wrong = [pair for one in losses for pair in zip(one.cells, one.repeats, strict=True) if not pair[0][1].right]
     cells = [cell for (_, cell), _ in wrong]
     if len(losses) < 2 or any(abs(cell.ratio - cells[0].ratio) > cell.margin + cells[0].margin for cell in cells):
+        return found
+    lines = {line_of(one.culprit.gradient) for one in losses}
+    all_are_wrong = len(cells) == sum(len(held.cells) for held in judged)
+    if not of_tasks and not (all_are_wrong and len(lines) == 1 and "" not in lines):
         return found
     first = min((one.culprit for one in losses), key=order)
     joined = Blame(first, [cell for cell, _ in wrong], [times for _, times in wrong])

@@ -29,6 +29,7 @@ def tell_once(verdicts: Sequence[StepVerdict]) -> None:
     _keep_line(verdicts)
     _keep_bracket(verdicts)
     _keep_clip(verdicts)
+    _keep_first_loss(verdicts)
 
 
 def _keep_means(verdicts: Sequence[StepVerdict]) -> None:
@@ -175,6 +176,22 @@ def _keep_clip(verdicts: Sequence[StepVerdict]) -> None:
         scaled = [(verdict, [found]) for verdict, found in members if found.code == gs604.CODE]
         if len(early) > len(scaled):
             take_over(early[0], scaled)
+
+
+def _keep_first_loss(verdicts: Sequence[StepVerdict]) -> None:
+    """Take what all losses lack alike for one fault, where another one is the first in other steps (the branches of a
+    condition) and all go backward on one line."""
+    kinds: dict[object, list[tuple[StepVerdict, Finding]]] = defaultdict(list)
+    for verdict in verdicts:
+        for found in verdict.errors if len(verdict.errors) == 1 else ():
+            event = found.first_event
+            if event is not None and event.kind == "loss" and event.configured_at and _is_whole(verdict, found):
+                kinds[found.code, found.factor.expression, event.configured_at].append((verdict, found))
+    for members in kinds.values():
+        first = members[0][1]
+        others = [(verdict, [one]) for verdict, one in members if told_as(one) != told_as(first)]
+        if all(alike(one.factor.observed or 0.0, first.factor.observed or 0.0) for _, one in members):
+            take_over(first, others)
 
 
 def _is_whole(verdict: StepVerdict, found: Finding) -> bool:
