@@ -7,13 +7,15 @@ from typing import Any
 
 import msgspec
 import pytest
-from simulator import Hand, Trainer, World
+from reduced_steps import all_reduce, begun, ended
+from simulator import Buffer, Hand, Trainer, World
 
 from gradcheck_dist.diagnosis.engine import diagnose
 from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.events import Loss, LossGradient
 
 NAME = "embed.weight"
+RANKS = 4
 
 
 def judged(**more: Any) -> Report:
@@ -54,3 +56,45 @@ def test_a_divisor_is_no_fault_beside_a_parameter_that_is_reduced_otherwise(part
     report = judged(root=lambda key, tokens: 2 / sum(tokens.values()), **parted)
     assert [one.code for one in report.findings] == (["GS103"] if "not_reduced" in parted else [])
     assert "the number of tokens of some contributions is unknown" in report.reasons[0]
+
+
+def of_data(*, again: bool, factor: float = 1.0) -> Report:
+    """Means over elements by weights that are functions of the data (policy ratios), of ranks whose gradients are
+    averaged by hand, and perhaps summed again."""
+    world = begun(RANKS, factor=factor * RANKS)
+    everyone = (tuple(range(RANKS)),)
+    for rank in world.ranks:
+        rank.trace.events[:] = [_by_elements(event) for event in rank.trace.events]
+    all_reduce(world, everyone, 40)
+    for rank in world.ranks:
+        rank.grad = {name: Buffer(one.values / RANKS, one.weights / RANKS) for name, one in rank.grad.items()}
+    if again:
+        all_reduce(world, everyone, 50)
+    return ended(world)
+
+
+def _by_elements(event: Any) -> Any:
+    if isinstance(event, Loss):
+        return msgspec.structs.replace(event, num_tokens=None)
+    if not isinstance(event, LossGradient):
+        return event
+    one = msgspec.structs.replace(event, num_tokens=None, computed=True, reduced_by="sum")
+    return msgspec.structs.replace(
+        one, num_reduced=event.num_tokens, num_rows_used=event.num_tokens, reduced_weight=event.weight
+    )
+
+
+def test_a_sum_of_what_ranks_hold_alike_is_told_whatever_the_losses_are() -> None:
+    assert of_data(again=False).verdict == "clean"
+    (finding,) = of_data(again=True).findings
+    assert (finding.code, finding.factor.observed) == ("GS102", pytest.approx(RANKS))
+    assert finding.first_event is not None and finding.first_event.line == 50
+
+
+@pytest.mark.parametrize("factor", [RANKS, 2.0])
+def test_a_factor_of_such_losses_is_left_open(factor: float) -> None:
+    assert of_data(again=False, factor=factor).verdict == "undetermined"
+
+
+def test_a_second_sum_of_losses_that_are_divided_for_it_is_right() -> None:
+    assert of_data(again=True, factor=1 / RANKS).verdict == "clean"

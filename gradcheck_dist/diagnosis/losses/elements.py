@@ -11,13 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import pairwise
 from statistics import median
 
 import msgspec
+import numpy as np
 
 from gradcheck_dist.diagnosis.weights.cells import MAX_SPREAD, Held
 from gradcheck_dist.diagnosis.weights.degrees import degrees_of
-from gradcheck_dist.events import LossGradient
+from gradcheck_dist.events import LossGradient, Reduce
 from gradcheck_dist.ledger.contributions import Contribution, ContributionKey, Contributions
 
 Judge = Callable[[list[Held], Contributions, dict[ContributionKey, Fraction]], list[Held]]
@@ -75,9 +77,30 @@ def by_elements(
         one.expected = expect(objective, one.tokens)
         if one.words == WEIGHTS:
             continue  # no count
-        if _divides_by_all(one) or _changed_apart(one, measured, judge):
+        if _divides_by_all(one) or _changed_apart(one, measured, judge) or _summed_again(one, measured, judge):
             return one
     return None
+
+
+def _summed_again(one: Counted, measured: list[Held], judge: Judge) -> bool:
+    """Whether all weights are too large by just the ranks of a recorded sum that adds up what these ranks already hold
+    alike: no coefficient is needed to say why."""
+    judged = [held for held in judge(measured, one.contributions, one.expected) if held.cells]
+    return bool(judged) and all(
+        any(all(abs(cell.ratio - ranks) <= SAME * ranks for cell in held.cells) for ranks in _adding_alike(held))
+        for held in judged
+    )
+
+
+def _adding_alike(held: Held) -> set[int]:
+    """By how many a recorded sum multiplied all that all ranks had brought to a gradient."""
+    return {
+        later.event.num_ranks
+        for earlier, later in pairwise(held.replay.history(held.rank))
+        if isinstance(later.event, Reduce) and later.event.op == "sum" and later.event.num_ranks > 1
+        if np.all(earlier.nominal != 0)
+        if np.allclose(later.nominal, earlier.nominal * later.event.num_ranks, rtol=SAME, atol=0.0)
+    }
 
 
 def _changed_apart(one: Counted, measured: list[Held], judge: Judge) -> bool:
