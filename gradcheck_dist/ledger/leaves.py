@@ -17,6 +17,7 @@ from gradcheck_dist.ledger.contributions import (
     data_parallel_peers,
     may_share,
 )
+from gradcheck_dist.ledger.one_loss import have_one_loss
 from gradcheck_dist.ledger.tracks import Slot, StepData, Track
 
 SAME = 1e-2
@@ -99,7 +100,8 @@ def build_basis(
 def same_tokens(data: StepData, contributions: Contributions) -> Contributions:
     """Where no label tells which ranks evaluate the same tokens (a cross entropy by hand under tensor parallelism),
     their gradients do: ranks on which at least half of the parameters that both hold got the same ones share a data
-    coordinate. Peers of a data-parallel reduction do not: they were fed one batch."""
+    coordinate. So do ranks that hold parts of one model and have the same losses, bit by bit. Peers of a data-parallel
+    reduction do not: they were fed one batch."""
     if not contributions.by_key or any(one.label_hash is not None for one in contributions.by_key.values()):
         return contributions
     peers = data_parallel_peers(data.events)
@@ -110,8 +112,10 @@ def same_tokens(data: StepData, contributions: Contributions) -> Contributions:
             if alike is not None:
                 votes[one, other].append(alike)
     representative = dict(contributions.coordinate)
-    for (one, other), found in sorted(votes.items()):
-        if 2 * sum(found) >= len(found) and one in representative and other in representative:
+    alike = {pair for pair, found in votes.items() if 2 * sum(found) >= len(found)}
+    alike |= {pair for pair in combinations(sorted(data.events), 2) if have_one_loss(data, *pair)}
+    for one, other in sorted(alike):
+        if one in representative and other in representative:
             old, new = representative[other], representative[one]
             sides = ([rank for rank, of in representative.items() if of == way] for way in (old, new))
             if may_share(peers, *sides):
@@ -127,7 +131,7 @@ def same_tokens(data: StepData, contributions: Contributions) -> Contributions:
             key = (number[of], slot[0], slot[1])
             ranks = tuple(rank for rank, index in coordinate.items() if index == number[of])
             by_key[key] = replace(one_of, key=key, ranks=ranks)
-    rests = f"inferred: ranks whose gradients are the same share their tokens; {SAME_DATA_SETTING}"
+    rests = f"inferred: ranks whose gradients or losses are the same share their tokens; {SAME_DATA_SETTING}"
     return replace(contributions, by_key=by_key, coordinate=coordinate, coordinate_from=rests)
 
 

@@ -10,7 +10,7 @@ from simulator import Trainer, World
 from gradcheck_dist.axes import parse_same_data
 from gradcheck_dist.diagnosis.engine import diagnose
 from gradcheck_dist.errors import GradcheckError
-from gradcheck_dist.events import Loss
+from gradcheck_dist.events import Backward, Loss, Reduce, RootValue
 from gradcheck_dist.reports import plain
 from gradcheck_dist.reports.document import build
 from gradcheck_dist.trace.run import Run
@@ -40,6 +40,38 @@ def test_without_labels_every_rank_has_its_own_and_that_is_said() -> None:
     report = diagnose(run)
     assert report.run.data_ranks == [[0], [1]]
     assert "no labels were seen" in report.run.data_ranks_from
+
+
+@pytest.mark.parametrize(
+    ("what", "data_ranks"),
+    [("one loss", [[0, 1]]), ("losses", [[0], [1]]), ("copies", [[0], [1]]), ("one", [[0], [1]])],
+)
+def test_without_labels_ranks_of_one_model_share_tokens_if_they_have_one_loss(
+    what: str, data_ranks: list[list[int]]
+) -> None:
+    """An autoencoder whose latents lie on two ranks was accused of a reduction that it does not need. Ranks that hold
+    copies may have the same loss on all ranks' batches, and round numbers are nobody's."""
+    world = World(PLAIN, 1)
+    run = world.run()
+    for rank, trace in run.ranks.items():
+        events = [event for event in trace.events if not isinstance(event, Reduce)]
+        trace.events = [
+            msgspec.structs.replace(event, label_hash=None) if isinstance(event, Loss) else event for event in events
+        ]
+        value = 1.0 if what == "one" else 0.7 + rank * (what == "losses")
+        trace.events += [
+            RootValue(seq=event.seq, t_ns=event.t_ns, step=event.step, site=None, value=value,
+                      accumulation_step=event.accumulation_step, microbatch=event.microbatch)
+            for event in events if isinstance(event, Backward)
+        ]  # fmt: skip
+        begun = rank if what != "copies" else 0
+        trace.params = {
+            id: msgspec.structs.replace(param, fingerprint=begun, start=begun)
+            for id, param in trace.params.items()
+        }
+    report = diagnose(run)
+    assert report.run.data_ranks == data_ranks
+    assert ("gradients or losses are the same" in report.run.data_ranks_from) == (what == "one loss")
 
 
 def test_what_was_declared_is_taken() -> None:

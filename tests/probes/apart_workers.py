@@ -25,7 +25,8 @@ def train(
     Args:
         how: "parameters", "pseudo gradients" (DiLoCo), "neighbour" (gossip), "elastic" (towards a common
             point), "pickled" (parameters, as objects), "never", "decay" (by hand; ranks tell one another a number),
-            "logged" (a decay and what ranks log, as objects), or "owner": each rank steps parameters of its own and
+            "logged" (a decay and what ranks log, as objects), "by itself" (a decay, and each rank reduces its
+            parameters over itself alone), or "owner": each rank steps parameters of its own and
             hands them to the others (ZeRO without its reduction).
         every: steps between two averages.
         of_all: losses are divided by the mean over ranks of their tokens.
@@ -45,6 +46,7 @@ def train(
         passes = [range(1 - one, 3 - one) if equal else range(2) for one in range(world)]
         counts = [sum(int((batch(one, k)[1] >= 0).sum()) for k in passes[one]) for one in range(world)]
         num_tokens = sum(counts) / world if of_all else counts[rank]
+        itself = [dist.new_group([one]) for one in range(world)][rank]
         for step in range(STEPS):
             for k in passes[rank]:
                 divisor = 2 * int((batch(rank, k)[1] >= 0).sum()) if by_pass else num_tokens
@@ -53,20 +55,30 @@ def train(
             if empties:
                 model.zero_grad()
             if how != "never" and (step + 1) % every == 0:
-                average(how, list(model.parameters()), start, rank, world)
+                average(how, list(model.parameters()), start, rank, world, itself)
     dist.barrier()
     dist.destroy_process_group()
     return zlib.crc32(b"".join(param.detach().numpy().tobytes() for param in model.parameters()))
 
 
 @torch.no_grad()
-def average(how: str, params: list[torch.Tensor], start: list[torch.Tensor], rank: int, world: int) -> None:
+def average(
+    how: str,
+    params: list[torch.Tensor],
+    start: list[torch.Tensor],
+    rank: int,
+    world: int,
+    itself: dist.ProcessGroup | None = None,
+) -> None:
     for index, (param, first) in enumerate(zip(params, start, strict=True)):
         if how == "owner":
             dist.broadcast(param.data, index % world)
         elif how == "decay":
             param.mul_(0.99)
             dist.all_reduce(torch.zeros(()))
+        elif how == "by itself":
+            param.mul_(0.99)
+            dist.all_reduce(param.data, group=itself)
         elif how == "logged":
             param.mul_(0.99)
             if not index:

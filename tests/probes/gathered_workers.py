@@ -1,5 +1,6 @@
 """Three ranks that each hold a part of every parameter and gather it in forward, for test_gathered.py."""
 
+import functools
 import zlib
 from typing import Any
 
@@ -52,6 +53,26 @@ class HandOn(torch.autograd.Function):
         summed = grad.clone()
         dist.all_reduce(summed)
         return summed
+
+
+class Alone(torch.autograd.Function):
+    """A parameter as it is; summed in backward over the group of tensor-parallel ranks, which is this rank alone."""
+
+    @staticmethod
+    def forward(ctx: Any, param: Tensor) -> Tensor:
+        return param.view_as(param)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        summed = grad.clone()
+        dist.all_reduce(summed, group=itself())
+        return summed
+
+
+@functools.cache
+def itself() -> dist.ProcessGroup:
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    return groups[dist.get_rank()]
 
 
 class Turned(torch.autograd.Function):
@@ -129,7 +150,7 @@ class Parts(nn.Module):
         self.variant, self.shape = variant, (out, width)
         self.divisor = float(dist.get_world_size()) if "averaged" in variant else 2.0 if "halved" in variant else 1.0
         whole = [torch.randn(out, width) * 0.3, torch.ones(out)]
-        if "handed on" not in variant:
+        if "handed on" not in variant and "itself" not in variant:
             whole = [self.own(one, 1 if "columns" in variant and one.dim() > 1 else 0) for one in whole]
         self.weight, self.bias = map(nn.Parameter, whole)
 
@@ -144,6 +165,8 @@ class Parts(nn.Module):
         (out, width), variant = self.shape, self.variant
         if "handed on" in variant:
             return HandOn.apply(self.weight), HandOn.apply(self.bias)
+        if "itself" in variant:
+            return (Alone.apply(self.weight) + self.weight) / 2, Alone.apply(self.bias)
         if "torch's own" in variant:
             weight, bias = (torch.cat(through.all_gather(one)) for one in (self.weight, self.bias))
             return weight.view(self.shape), bias[:out]
@@ -189,7 +212,8 @@ def train(variant: str) -> int:
         for features, labels in data:
             features.requires_grad_("input" in variant)
             (F.cross_entropy(model(features), labels, reduction="sum") * scale / num_tokens).backward()
-        for param in model.parameters() if "activations" in variant or "input" in variant else ():
+        by_hand = any(word in variant for word in ("activations", "input", "itself"))
+        for param in model.parameters() if by_hand else ():
             dist.all_reduce(param.grad)
         optimizer.step()
         optimizer.zero_grad()

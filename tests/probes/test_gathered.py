@@ -19,6 +19,7 @@ EXPECTED = {
     "bfloat16": ("clean", []),
     "torch's own": ("clean", []),
     "handed on": ("clean", []),
+    "reduced over itself": ("clean", []),
     "averaged twice": ("findings", [("GS101", "1/world_size")]),
     "halved": ("findings", [("GS101", "1/accumulation_steps")]),
     "flat, halved": ("findings", [("GS101", "1/accumulation_steps")]),

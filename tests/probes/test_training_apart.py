@@ -107,10 +107,10 @@ def test_ranks_that_share_nothing_are_accused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("every", [1, RECORDED + 1])
-@pytest.mark.parametrize("how", ["decay", "logged"])
+@pytest.mark.parametrize("how", ["decay", "logged", "by itself"])
 def test_what_each_rank_does_to_its_own_parameters_is_no_average(tmp_path: Path, how: str, every: int) -> None:
     """A weight decay by hand behind the optimizer was taken for local SGD. What ranks log has more bytes, pickled, than
-    a tiny model has parameters."""
+    a tiny model has parameters, and what goes over one rank alone brings nothing of others."""
     (finding,) = diagnose(read_run(train(tmp_path, how, every, of_all=True))).findings
     assert finding.code == "GS103"
 

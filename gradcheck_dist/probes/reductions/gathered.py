@@ -193,7 +193,8 @@ def watch(
 
     def ends(grad_inputs: Sequence[Tensor | None], _: Sequence[Tensor | None]) -> None:
         called = gathered.ends()
-        if communicates or called:
+        alone = bool(called) and all(one is not None and len(one.ranks) < 2 for one in called)
+        if communicates or (called and not alone):
             grads = [grad for grad in grad_inputs if grad is not None]
             reduced(recorder, cls, gathers, contributions, called, grads)
 

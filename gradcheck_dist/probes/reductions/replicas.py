@@ -80,7 +80,7 @@ class Replicas:
         def counted(original: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(original)
             def moving(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-                count(self.recorder, self, args)
+                count(self.recorder, self, group, args)
                 return original(group, *args, **kwargs)
 
             return moving
@@ -250,8 +250,11 @@ def over(recorder: Recorder, replicas: Replicas) -> None:
 
 
 @guarded("replicas")
-def count(_: Recorder, replicas: Replicas, args: tuple[Any, ...]) -> None:
-    """A collective is called with these arguments. Parameters that are pickled whole have more bytes than elements."""
+def count(_: Recorder, replicas: Replicas, group: dist.ProcessGroup, args: tuple[Any, ...]) -> None:
+    """A collective is called with these arguments. Parameters that are pickled whole have more bytes than elements. One
+    over a single rank moves nothing."""
+    if group.size() < 2:
+        return
     elements = sum(one.numel() for one in _tensors(args))
     replicas.moved += elements // PACKED if replicas.pickled else elements
 
