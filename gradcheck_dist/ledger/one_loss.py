@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gradcheck_dist.events import Reduce, RootValue
+from gradcheck_dist.events import GATHERED, Reduce, RootValue
 from gradcheck_dist.ledger.moved import plain_name
 from gradcheck_dist.ledger.tracks import StepData
 

@@ -66,8 +66,7 @@ def test_without_labels_ranks_of_one_model_share_tokens_if_they_have_one_loss(
         ]  # fmt: skip
         begun = rank if what != "copies" else 0
         trace.params = {
-            id: msgspec.structs.replace(param, fingerprint=begun, start=begun)
-            for id, param in trace.params.items()
+            id: msgspec.structs.replace(param, fingerprint=begun, start=begun) for id, param in trace.params.items()
         }
     report = diagnose(run)
     assert report.run.data_ranks == data_ranks
