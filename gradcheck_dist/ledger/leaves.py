@@ -112,9 +112,9 @@ def same_tokens(data: StepData, contributions: Contributions) -> Contributions:
             if alike is not None:
                 votes[one, other].append(alike)
     representative = dict(contributions.coordinate)
-    alike = {pair for pair, found in votes.items() if 2 * sum(found) >= len(found)}
-    alike |= {pair for pair in combinations(sorted(data.events), 2) if have_one_loss(data, *pair)}
-    for one, other in sorted(alike):
+    sharing = {pair for pair, found in votes.items() if 2 * sum(found) >= len(found)}
+    sharing |= {pair for pair in combinations(sorted(data.events), 2) if have_one_loss(data, *pair)}
+    for one, other in sorted(sharing):
         if one in representative and other in representative:
             old, new = representative[other], representative[one]
             sides = ([rank for rank, of in representative.items() if of == way] for way in (old, new))

@@ -15,7 +15,7 @@ from gradcheck_dist.diagnosis.open_cases.stepped_again import AGAIN
 from gradcheck_dist.diagnosis.steps.changed_in import LINES
 from gradcheck_dist.diagnosis.steps.hand_clip import AS_EVER
 from gradcheck_dist.diagnosis.steps.lone import ALONE
-from gradcheck_dist.diagnosis.steps.never_read import NEVER_READ
+from gradcheck_dist.diagnosis.steps.never_read import ELSEWHERE, NEVER_READ
 from gradcheck_dist.diagnosis.steps.open_steps import (
     BLIND,
     FEW_SAMPLES,
@@ -75,6 +75,8 @@ SAYS = {
     TRAIN_AT_ONCE: "Train each model in a process of its own, or one after the other, and record again.",
     ALONE: "Nothing to do where that is meant; else build the same parameters on all of these ranks, and reduce each "
     "over all of them, with zeros where a rank has no gradient.",
+    ELSEWHERE: "Nothing to do where ranks are meant to share parameters out; recorded on one rank too, which holds "
+    "them whole, they are judged.",
     NEVER_READ: "Give these parameters to an optimizer, or freeze them (requires_grad_(False)); where theirs steps "
     "less often, record until it does: --steps 0:9 records nine steps.",
     SELDOM: "Look whether these gradients are divided by the number of their passes; recorded once with all optimizers "

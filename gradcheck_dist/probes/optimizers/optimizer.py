@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from math import prod
 from typing import Any
 
 import torch
@@ -145,7 +146,7 @@ def stepping(
     recorder.between_passes = False
     infos = params_of(recorder, (param for group in optimizer.param_groups for param in group["params"]), owner=True)
     by_torch = type(optimizer).__module__.startswith("torch.optim.")  # which read `.grad` of their own tensors alone
-    infos = infos if by_torch else list(_of_model(infos))
+    infos = [info for info in (infos if by_torch else _of_model(infos)) if not _lies_elsewhere(info)]
     if recorder.current is None and infos:
         recorder.begins_empty(infos)
     inside_pass, before = recorder.current is not None, recorder.read.in_step(recorder.step)
@@ -213,6 +214,12 @@ def _of_model(infos: list[ParamInfo]) -> Iterator[ParamInfo]:
     for info in infos:
         held = originals(info) if info.regions and info.param.grad is None else []
         yield from held if held and all(one.param.grad is not None for one in held) else [info]
+
+
+def _lies_elsewhere(info: ParamInfo) -> bool:
+    """Whether a parameter that was whole in backward has no elements now: what an optimizer steps are other ranks'
+    parts of it, and its gradient is gone here."""
+    return info.managed_by is None and not info.regions and info.param.numel() == 0 and prod(info.shape) > 0
 
 
 @guarded("optimizer")
