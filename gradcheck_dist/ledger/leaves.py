@@ -17,7 +17,7 @@ from gradcheck_dist.ledger.contributions import (
     data_parallel_peers,
     may_share,
 )
-from gradcheck_dist.ledger.one_loss import have_one_loss
+from gradcheck_dist.ledger.one_loss import with_one_loss
 from gradcheck_dist.ledger.tracks import Slot, StepData, Track
 
 SAME = 1e-2
@@ -113,8 +113,7 @@ def same_tokens(data: StepData, contributions: Contributions) -> Contributions:
                 votes[one, other].append(alike)
     representative = dict(contributions.coordinate)
     sharing = {pair for pair, found in votes.items() if 2 * sum(found) >= len(found)}
-    sharing |= {pair for pair in combinations(sorted(data.events), 2) if have_one_loss(data, *pair)}
-    for one, other in sorted(sharing):
+    for one, other in sorted(sharing | with_one_loss(data)):
         if one in representative and other in representative:
             old, new = representative[other], representative[one]
             sides = ([rank for rank, of in representative.items() if of == way] for way in (old, new))

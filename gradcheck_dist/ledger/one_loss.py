@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from gradcheck_dist.events import GATHERED, Reduce, RootValue
+from collections.abc import Sequence
+from itertools import combinations
+
+from gradcheck_dist.events import GATHERED, Event, Reduce, RootValue
 from gradcheck_dist.ledger.moved import plain_name
 from gradcheck_dist.ledger.tracks import StepData
 
 
-def have_one_loss(data: StepData, one: int, other: int) -> bool:
-    """Whether the passes of two ranks begin at the same numbers, bit by bit, and each holds tensors that the other does
-    not: batches of their own give other losses. Ranks that reduce gradients besides may have batches of their own and a
-    loss on all of these (a contrastive one)."""
-    mine, theirs = _began_at(data, one), _began_at(data, other)
-    if not mine or mine != theirs or all(value.is_integer() for _, value in mine):
-        return False
-    return _hold_parts(data, one, other) and not _reduce_together(data, one, other)
+def with_one_loss(data: StepData) -> set[tuple[int, int]]:
+    """The pairs of ranks whose passes begin at the same numbers, bit by bit, and of which each holds tensors that the
+    other does not: batches of their own give other losses. Ranks that reduce gradients besides may have batches of
+    their own and a loss on all of these (a contrastive one)."""
+    began = {rank: _began_at(events) for rank, events in data.events.items()}
+    told = sorted(rank for rank, roots in began.items() if not all(value.is_integer() for _, value in roots))
+    return {
+        (one, other)
+        for one, other in combinations(told, 2)
+        if began[one] == began[other] and _hold_parts(data, one, other) and not _reduce_together(data, one, other)
+    }
 
 
-def _began_at(data: StepData, rank: int) -> list[tuple[tuple[int, int], float]]:
-    roots = (event for event in data.events[rank] if isinstance(event, RootValue))
+def _began_at(events: Sequence[Event]) -> list[tuple[tuple[int, int], float]]:
+    roots = (event for event in events if isinstance(event, RootValue))
     return [((root.accumulation_step, root.microbatch), root.value) for root in roots]
 
 
