@@ -55,11 +55,13 @@ MEANS: dict[str, Loss] = {
     "row by row": lambda output, target: squared(output, target).sum(1).mean(),
     "min-SNR": min_snr,
     "ctc": ctc,
+    "preference": lambda output, target: -F.logsigmoid(output[:, 0] - output[:, 1]).mean(),
+    "preference, negated before": lambda output, target: (-F.logsigmoid(output[:, 0] - output[:, 1])).mean(),
 }
 NAMELESS: dict[str, Loss] = {
     "dice": dice,
     "log cosh": lambda output, target: (output - target).cosh().log().mean(),
-    "preference": lambda output, target: -F.logsigmoid(output[:, 0] - output[:, 1]).mean(),
+    "curve of one number": lambda output, target: -F.logsigmoid(output).mean(),
 }
 
 

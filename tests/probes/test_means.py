@@ -140,7 +140,10 @@ def test_losses_of_several_kinds_that_add_up_accuse_nobody(tmp_path: Path, kind:
     assert (report.verdict, report.findings) == ("undetermined", [])
 
 
-@pytest.mark.parametrize("missed", [F.relu, lambda gap: gap.clamp(min=0), lambda gap: gap.clamp_min(0)])
+@pytest.mark.parametrize(
+    "missed",
+    [F.relu, lambda gap: gap.clamp(min=0), lambda gap: gap.clamp_min(0), lambda gap: -F.logsigmoid(-gap)],
+)
 def test_hinges_of_several_kinds_of_data_that_add_up_accuse_nobody(
     tmp_path: Path, missed: Callable[[Tensor], Tensor]
 ) -> None:

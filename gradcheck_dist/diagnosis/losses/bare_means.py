@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from fractions import Fraction
 
-from gradcheck_dist.diagnosis.losses.elements import weights_of_means
+from gradcheck_dist.diagnosis.losses.elements import GAINS, weights_of_means
 from gradcheck_dist.diagnosis.weights.cells import Held
 from gradcheck_dist.diagnosis.weights.loops import one_loop
 from gradcheck_dist.events import AmpUnscale
@@ -42,7 +42,11 @@ def added_means(
     if num_steps == KINDS and any(c.loss is None or c.loss.op == UNKNOWN for c in by_key.values()):
         return None
     weights = _of_means(contributions)
-    weight = _written(data, contributions, weights) if weights else None
+    are_gains = all(c.loss is not None and c.loss.op in GAINS for c in by_key.values())
+    negated = are_gains and max(weights.values(), default=0.0) < 0
+    if negated:
+        weights = {key: -weight for key, weight in weights.items()}
+    weight = _written(data, contributions, weights, num_signs=int(negated)) if weights else None
     if weight is None or any(of_rank != slots[0] for of_rank in slots) or not one_loop(data, contributions):
         return None
     if abs(weight - 1) <= SAME:
@@ -71,8 +75,11 @@ def _of_means(contributions: Contributions) -> dict[ContributionKey, float]:
     return found
 
 
-def _written(data: StepData, contributions: Contributions, weights: Mapping[ContributionKey, float]) -> float | None:
-    """The number that multiplies every mean, freed of a loss scale; None where they differ or are not known."""
+def _written(
+    data: StepData, contributions: Contributions, weights: Mapping[ContributionKey, float], *, num_signs: int
+) -> float | None:
+    """The number that multiplies every mean, freed of a loss scale and of signs; None where they differ or are not
+    known."""
     found = list(weights.values())
     scales = {e.scale for of_rank in data.events.values() for e in of_rank if isinstance(e, AmpUnscale)}
     factors = {c.gradient.num_factors for c in contributions.by_key.values() if c.gradient is not None}
@@ -84,7 +91,7 @@ def _written(data: StepData, contributions: Contributions, weights: Mapping[Cont
         return None
     # A coefficient may be just what the losses are divided by: then it stands there as a number of its own.
     by_count = any(c.gradient is not None and c.gradient.reduced_by == "sum" for c in contributions.by_key.values())
-    return weight if factors == {len(scales) + by_count + (abs(weight - 1) > SAME)} else None
+    return weight if factors == {len(scales) + by_count + num_signs + (abs(weight - 1) > SAME)} else None
 
 
 def _share_of_elements(contributions: Contributions) -> float | None:

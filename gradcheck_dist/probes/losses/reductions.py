@@ -31,6 +31,7 @@ WITH_REDUCTION = {
 _OF_ROWS = {"MultiMarginLossBackward", "MultilabelMarginLossBackward"}
 DISTANCES = {"PowBackward", "AbsBackward"}
 MARGINS = {"ReluBackward", "ClampBackward", "ClampMinBackward"}
+LOG_ODDS = "LogSigmoidBackward"
 _JOINS = ("Stack", "Cat")
 """Losses that were put side by side: each may be a mean of its own."""
 _IN_PARTS = (*_JOINS, "Split", "Unbind", "Chunk")
@@ -80,8 +81,11 @@ class Reduced:
     @property
     def compares(self) -> bool | Tensor:
         """Whether the elements are those of a loss that compares with targets: a bool, or 0-d on its device. A distance
-        from one number may be a discriminator's, whose losses on several kinds of data add up by design."""
+        from one number may be a discriminator's, whose losses on several kinds of data add up by design, and so may the
+        log-odds of one."""
         name = name_of(self.body)
+        if name == LOG_ODDS:
+            return self._is_of_difference
         if name in DISTANCES and not self.of_torch:
             alike = to_one_number(self.body)
             return ~alike if isinstance(alike, Tensor) else not alike
@@ -91,8 +95,11 @@ class Reduced:
     def is_margin(self) -> bool:
         """Whether the elements are what the difference of two computed numbers misses a margin by: triplets, rankings.
         A hinge on one number may be a discriminator's, too."""
-        if name_of(self.body) not in MARGINS:
-            return False
+        return name_of(self.body) in MARGINS and self._is_of_difference
+
+    @property
+    def _is_of_difference(self) -> bool:
+        """Whether the elements are functions of the difference of two computed numbers."""
         node = self.body
         for _ in range(MAX_FACTORS):
             operands = edges_of(node)
