@@ -10,6 +10,7 @@ from gradcheck_dist.diagnosis.audits.verified import left_out, not_summed, not_v
 from gradcheck_dist.diagnosis.losses import samples
 from gradcheck_dist.diagnosis.losses.aim import Aim
 from gradcheck_dist.diagnosis.losses.aims import aim, independent
+from gradcheck_dist.diagnosis.losses.kinds import kind_by_kind
 from gradcheck_dist.diagnosis.losses.several_losses import OwnMeans, loss_by_loss
 from gradcheck_dist.diagnosis.losses.tasks import task_by_task
 from gradcheck_dist.diagnosis.losses.weighted_tokens import spreads_of_losses
@@ -238,7 +239,7 @@ def weigh(
     if aimed_at.of_samples and not declared:
         context.objective, context.objective_from = samples.OBJECTIVE, samples.INFERRED
     told = (aimed_at, context.objective, data, measured)
-    means = task_by_task(*told) or loss_by_loss(*told)
+    means = task_by_task(*told) or kind_by_kind(aimed_at, context.objective, measured) or loss_by_loss(*told)
     target = means.aim
     context.judged_on(target.contributions)
     context.models = independent(data, target.contributions)

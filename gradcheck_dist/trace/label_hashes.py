@@ -10,14 +10,30 @@ import numpy as np
 HASH_FACTOR, HASH_OFFSET = 6364136223846793005, 1442695040888963407  # Knuth's MMIX multiplier and increment
 MAX_LABELS = 1 << 16
 MAX_RANKS = 64
+MAX_CLASSES = 16
+"""And fewer: classes that all labels of a batch may be of, as those of a discriminator are."""
 MAX_PASSAGES = 33
 """And fewer are looked for: numbers that a query's own passage may lie apart from the next one's."""
 
 
+def one_class(num_labels: int | None, label_hash: int | None) -> int | None:
+    """The class that all of at least two labels of this checksum are of; None where they are not, or it is none of the
+    first ones."""
+    if label_hash is None or not num_labels or num_labels < 2:
+        return None
+    return _of_one_class(min(num_labels, MAX_LABELS)).get(label_hash)
+
+
+@functools.cache
+def _of_one_class(num: int) -> dict[int, int]:
+    classes = ((index, np.full(num, index)) for index in range(MAX_CLASSES))
+    return {found: index for index, labels in classes for found in _checksums(labels)}
+
+
 def tell_no_batch(num_labels: int | None, label_hash: int | None) -> bool:
-    """Whether labels of this checksum are all zeros, or 0 to n-1 (from the n-th number of a rank on, where ranks gather
-    what they compare; every k-th number, where a query has k passages), as those of contrastive losses are: equal ones
-    need not be of one batch."""
+    """Whether labels of this checksum are all of one class, or 0 to n-1 (from the n-th number of a rank on, where ranks
+    gather what they compare; every k-th number, where a query has k passages), as those of contrastive losses are:
+    equal ones need not be of one batch."""
     return bool(num_labels) and label_hash is not None and label_hash in _plain(min(num_labels or 0, MAX_LABELS))
 
 
@@ -30,8 +46,12 @@ def _plain(num: int) -> frozenset[int]:
             *(counted * passages for passages in range(MAX_PASSAGES)),
             *(counted + rank * num for rank in range(MAX_RANKS)),
         )
-        for found in (zlib.crc32(labels.tobytes()), _on_accelerator(labels))
-    )
+        for found in _checksums(labels)
+    ) | frozenset(_of_one_class(num))
+
+
+def _checksums(labels: np.ndarray) -> tuple[int, int]:
+    return zlib.crc32(labels.tobytes()), _on_accelerator(labels)
 
 
 def _on_accelerator(labels: np.ndarray) -> int:
