@@ -239,7 +239,7 @@ def weigh(
     if aimed_at.of_samples and not declared:
         context.objective, context.objective_from = samples.OBJECTIVE, samples.INFERRED
     told = (aimed_at, context.objective, data, measured)
-    means = task_by_task(*told) or kind_by_kind(aimed_at, context.objective, measured) or loss_by_loss(*told)
+    means = task_by_task(*told) or kind_by_kind(*told) or loss_by_loss(*told)
     target = means.aim
     context.judged_on(target.contributions)
     context.models = independent(data, target.contributions)

@@ -45,6 +45,33 @@ def test_kinds_of_data_that_add_up_accuse_nobody(tmp_path: Path, kinds: tuple[in
     assert "mark_loss" in report.next_step
 
 
+@pytest.mark.parametrize("lines", [1, 2])
+def test_kinds_that_a_binary_term_tells_accuse_nobody(tmp_path: Path, lines: int) -> None:
+    """Real and generated data, each with its classes (AC-GAN); on one line it is a loop over parts of a batch."""
+    torch.manual_seed(0)
+    body, classes, kind = nn.Linear(6, 8), nn.Linear(8, 3), nn.Linear(8, 1)
+    optimizer = torch.optim.SGD([*body.parameters(), *classes.parameters(), *kind.parameters()], lr=0.1)
+
+    def loss(of_kind: float) -> Tensor:
+        hidden = torch.tanh(body(torch.randn(ROWS, 6)))
+        told = F.binary_cross_entropy_with_logits(kind(hidden), torch.full((ROWS, 1), of_kind))
+        return told + F.cross_entropy(classes(hidden), torch.randint(0, 3, (ROWS,)))
+
+    with attach(tmp_path):
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            if lines == 1:
+                for of_kind in (1.0, 0.0):
+                    loss(of_kind).backward()
+            else:
+                loss(1.0).backward()
+                loss(0.0).backward()
+            optimizer.step()
+    report = diagnose(read_run(tmp_path))
+    assert [finding.code for finding in report.findings] == ["GS303"] * (lines == 1)
+    assert lines == 1 or "a line of its own" in report.reasons[0]
+
+
 def test_their_mean_is_right(tmp_path: Path) -> None:
     assert trained(tmp_path, [labels_of(0), labels_of(1)], 0.5).verdict == "clean"
 

@@ -1,32 +1,37 @@
 """Passes whose labels are of one class each: kinds of data (real and generated, source and target), not of one batch.
 
 A discriminator that is trained by a cross-entropy goes backward once for each kind of data, and adds up such losses by
-design. Batches of one class look the same, so the verdict stays open.
+design. So does one that tells kinds by a binary cross-entropy, beside the classes of what it is given (AC-GAN): of that
+term no label is known, but each kind has a line of its own. Batches of one class, or of a line each, look the same, so
+the verdict stays open.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 
 from gradcheck_dist.diagnosis.losses.aim import Aim
-from gradcheck_dist.diagnosis.losses.several_losses import OwnMeans, fits, usual
+from gradcheck_dist.diagnosis.losses.several_losses import OwnMeans, fits, line_of, usual
 from gradcheck_dist.diagnosis.losses.tasks import DECLARE
 from gradcheck_dist.diagnosis.weights.cells import Held
+from gradcheck_dist.events import Event, LossTerm
 from gradcheck_dist.ledger.contributions import ContributionKey
 from gradcheck_dist.ledger.expected import expected_weights
+from gradcheck_dist.ledger.tracks import StepData
 from gradcheck_dist.trace.label_hashes import one_class
 
+BINARY = "binary_cross_entropy"
+Kind = int | str
+"""The class of all labels of a pass, or the line on which it begins."""
 
-def kind_by_kind(target: Aim, objective: str, measured: list[Held]) -> OwnMeans | None:
-    """What the weights are compared with where each pass's labels are all of one class, of several on each rank, and
-    one mean over all tokens does not fit; None where that is not so."""
-    kinds: dict[int | None, list[ContributionKey]] = defaultdict(list)
-    for key, one in target.contributions.by_key.items():
-        if target.tokens.get(key):
-            kinds[one_class(one.loss.num_labels if one.loss is not None else None, one.label_hash)].append(key)
+
+def kind_by_kind(target: Aim, objective: str, data: StepData, measured: list[Held]) -> OwnMeans | None:
+    """What the weights are compared with where each pass is of a kind of its own, of several on each rank, and one mean
+    over all tokens does not fit; None where that is not so."""
+    kinds = _kinds(target, data)
     if target.relative or None in kinds or not _has_each_rank_several(list(kinds.values())):
         return None
     if fits(measured, target.contributions, target.expected):
@@ -37,12 +42,34 @@ def kind_by_kind(target: Aim, objective: str, measured: list[Held]) -> OwnMeans 
         own = expected_weights(objective, {key: target.tokens[key] for key in keys})
         shares.append(usual(measured, target.contributions, own, keys))
         scaled |= {key: weight * Fraction(shares[-1]) for key, weight in own.items()}
+    shown = " and ".join(f"x {share:.4g}" for share in shares)
     reason = (
-        f"the labels of each pass are of one class, as those of a discriminator's kinds of data are. Passes of one "
-        f"class weigh {' and '.join(f'x {share:.4g}' for share in shares)} of a mean over their own tokens: right "
-        f"where these are losses of their own, too much where they are parts of one batch. {DECLARE}"
+        "each pass's labels are of one class, or it has a binary term and a line of its own, as a discriminator's "
+        f"kinds of data. Passes of one kind weigh {shown} of a mean over their own tokens: right where these are "
+        f"losses of their own, too much where they are parts of one batch. {DECLARE}"
     )
     return OwnMeans(replace(target, expected=target.filled(scaled)), reasons=[reason])
+
+
+def _kinds(target: Aim, data: StepData) -> dict[Kind | None, list[ContributionKey]]:
+    """The contributions by what their passes are a kind of; None: nothing tells."""
+    counted = {key: one for key, one in target.contributions.by_key.items() if target.tokens.get(key)}
+    passes = Counter((key[0], line_of(one.gradient)) for key, one in counted.items())
+    binary = {(rank, *slot) for rank, events in data.events.items() for slot in _with_binary_terms(events)}
+    kinds: dict[Kind | None, list[ContributionKey]] = defaultdict(list)
+    for key, one in counted.items():
+        kind: Kind | None = one_class(one.loss.num_labels if one.loss is not None else None, one.label_hash)
+        line = line_of(one.gradient)
+        if kind is None and line and passes[key[0], line] == 1 and (one.loss_rank, *key[1:]) in binary:
+            kind = line
+        kinds[kind].append(key)
+    return kinds
+
+
+def _with_binary_terms(events: Sequence[Event]) -> set[tuple[int, int]]:
+    """The passes of a rank that add a binary cross-entropy to their loss."""
+    terms = (event for event in events if isinstance(event, LossTerm) and event.op.startswith(BINARY))
+    return {(term.accumulation_step, term.microbatch) for term in terms}
 
 
 def _has_each_rank_several(kinds: Sequence[Sequence[ContributionKey]]) -> bool:
