@@ -98,3 +98,25 @@ def test_labels_of_one_class_tell_no_batch() -> None:
     assert one_class(1, checksum(2)) is None
     assert tell_no_batch(3, checksum(1, 1, 1))
     assert not tell_no_batch(3, checksum(1, 2, 1))
+
+
+def replayed(run_dir: Path, factor: float) -> Report:
+    """Steps of a batch and one that is replayed, each loss on a line of its own and times a factor."""
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attach(run_dir):
+        for _ in range(STEPS):
+            batch, old = (torch.randint(0, 3, (ROWS,)) for _ in range(2))
+            optimizer.zero_grad()
+            (factor * F.cross_entropy(model(torch.randn(ROWS, 6)), batch)).backward()
+            (factor * F.cross_entropy(model(torch.randn(ROWS, 6)), old)).backward()
+            optimizer.step()
+    return diagnose(read_run(run_dir))
+
+
+def test_a_batch_and_one_that_is_replayed_accuse_nobody(tmp_path: Path) -> None:
+    report = replayed(tmp_path / "sum", 1.0)
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert "differentiated one by one" in report.reasons[0]
+    assert replayed(tmp_path / "mean", 0.5).verdict == "clean"

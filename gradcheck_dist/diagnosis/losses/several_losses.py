@@ -2,16 +2,17 @@
 
 Multi-task trainers call backward once a task. Nothing says then that the tokens of all tasks share one mean, so where
 one mean does not fit, each loss is taken for an objective of its own. Passes of one step are different losses when they
-start from different lines, and either train different parameters (a head each) or count the same labels. Two branches
-of one accumulation loop (the last pass outside of `no_sync`) train the same parameters on other labels, and are one
-loss. So are passes that add up several losses and have one of these in common. A loop over tasks (`for head, labels in
-tasks: ...`) runs them all from one line: there, passes that each reach parameters which no other one reaches may be
-losses of their own, or microbatches of a model that is called in part (experts), and the verdict stays open.
+start from different lines, and either train different parameters (a head each), count the same labels, or take turns.
+Two branches of one accumulation loop (the last pass outside of `no_sync`) train the same parameters on other labels,
+and are one loss. So are passes that add up several losses and have one of these in common. A loop over tasks (`for
+head, labels in tasks: ...`) runs them all from one line: there, passes that each reach parameters which no other one
+reaches may be losses of their own, or microbatches of a model that is called in part (experts), and the verdict stays
+open.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -67,19 +68,23 @@ def loss_by_loss(target: Aim, objective: str, data: StepData, measured: list[Hel
     touched = {place: frozenset[ParamKey]().union(*(passes.get(key, ()) for key in keys))
                for place, keys in losses.items()}  # fmt: skip
     trained_apart = len(set(touched.values())) == len(losses)
-    if not trained_apart and not _same_labels(losses, counted):
+    take_turns = not trained_apart and not _same_labels(losses, counted)
+    if take_turns and not _take_turns(losses, counted, data):
         return OwnMeans(target)
     own: dict[ContributionKey, Fraction] = {}
     for keys in losses.values():
         own |= expected_weights(objective, {key: target.tokens[key] for key in keys})
     shares = {place: usual(measured, target.contributions, own, keys) for place, keys in losses.items()}
     lines = " and ".join(dict.fromkeys(place[1] or place[0] for place in map(_place, counted.values())))
-    if trained_apart and not in_a_loop and all(abs(share - 1) <= SAME for share in shares.values()):
+    whole = all(abs(share - 1) <= SAME for share in shares.values())
+    if trained_apart and not in_a_loop and whole:
         inferred = "train parameters of their own and are taken for objectives of their own, each over its own tokens"
         return OwnMeans(
             replace(target, expected=target.filled(own)), remarks=[f"the losses at {lines} {inferred} (inferred)"]
         )
     scaled = {key: own[key] * Fraction(shares[place]) for place, keys in losses.items() for key in keys}
+    if take_turns and not (whole and fits(measured, target.contributions, target.filled(scaled))):
+        return OwnMeans(target)  # halves are parts of one loss; beside what else is wrong less is assumed
     shown = " and ".join(f"x {share:.4g}" for share in shares.values())
     apart = "in passes that train parameters of their own" if in_a_loop else "one by one"
     reason = (
@@ -194,6 +199,25 @@ def _same_labels(
     computed_apart = len({place[0] for place in losses}) == len(losses)
     tell = computed_apart or all(tell_batches(counted[key]) for keys in losses.values() for key in keys)
     return tell and all(one == hashes[0] for one in hashes) and not any(value is None for _, value in hashes[0])
+
+
+def _take_turns(
+    losses: Mapping[Place, Iterable[ContributionKey]], counted: Mapping[ContributionKey, Contribution], data: StepData
+) -> bool:
+    """Whether the passes of several losses, as many of each, begin on a line each and are reduced alike (a batch and
+    one that is replayed): of two branches of an accumulation loop, one has a pass alone and reduces, or both have one
+    backward line."""
+    numbers = [Counter(key[0] for key in keys) for keys in losses.values()]
+    roots = {root for _, root in losses}
+    slots = {(one.loss_rank, *key[1:]) for key, one in counted.items()}
+    reduced = {
+        event.sync
+        for rank, events in data.events.items()
+        for event in events
+        if isinstance(event, Backward) and (rank, event.accumulation_step, event.microbatch) in slots
+    }
+    on_lines = "" not in roots and len(roots) == len(losses)
+    return on_lines and len(reduced) == 1 and all(number == numbers[0] for number in numbers)
 
 
 def usual(
