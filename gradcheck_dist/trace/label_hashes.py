@@ -12,16 +12,18 @@ MAX_LABELS = 1 << 16
 MAX_RANKS = 64
 MAX_CLASSES = 16
 """And fewer: classes that all labels of a batch may be of, as those of a discriminator are."""
+MAX_ROWS = 1 << 12
+"""Batches of more labels are of sequences or images: they are not looked at for one class."""
 MAX_PASSAGES = 33
 """And fewer are looked for: numbers that a query's own passage may lie apart from the next one's."""
 
 
 def one_class(num_labels: int | None, label_hash: int | None) -> int | None:
-    """The class that all of at least two labels of this checksum are of; None where they are not, or it is none of the
-    first ones."""
-    if label_hash is None or not num_labels or num_labels < 2:
+    """The class that all labels of this checksum are of, two at least; None where they are not, or it is none of the
+    first ones, or they are many."""
+    if label_hash is None or not num_labels or not 2 <= num_labels <= MAX_ROWS:
         return None
-    return _of_one_class(min(num_labels, MAX_LABELS)).get(label_hash)
+    return _of_one_class(num_labels).get(label_hash)
 
 
 @functools.cache
@@ -47,7 +49,7 @@ def _plain(num: int) -> frozenset[int]:
             *(counted + rank * num for rank in range(MAX_RANKS)),
         )
         for found in _checksums(labels)
-    ) | frozenset(_of_one_class(num))
+    ) | frozenset(_of_one_class(num) if num <= MAX_ROWS else ())
 
 
 def _checksums(labels: np.ndarray) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from gradcheck_dist.diagnosis.losses.aim import Aim
 from gradcheck_dist.diagnosis.losses.several_losses import OwnMeans, fits, line_of, usual
 from gradcheck_dist.diagnosis.losses.tasks import DECLARE
 from gradcheck_dist.diagnosis.weights.cells import Held
-from gradcheck_dist.events import Event, LossTerm
+from gradcheck_dist.events import LossTerm
 from gradcheck_dist.ledger.contributions import ContributionKey
 from gradcheck_dist.ledger.expected import expected_weights
 from gradcheck_dist.ledger.tracks import StepData
@@ -31,8 +31,8 @@ Kind = int | str
 def kind_by_kind(target: Aim, objective: str, data: StepData, measured: list[Held]) -> OwnMeans | None:
     """What the weights are compared with where each pass is of a kind of its own, of several on each rank, and one mean
     over all tokens does not fit; None where that is not so."""
-    kinds = _kinds(target, data)
-    if target.relative or None in kinds or not _has_each_rank_several(list(kinds.values())):
+    kinds = {} if target.relative else _kinds(target, data)
+    if not _has_each_rank_several(list(kinds.values())):
         return None
     if fits(measured, target.contributions, target.expected):
         return None
@@ -51,25 +51,26 @@ def kind_by_kind(target: Aim, objective: str, data: StepData, measured: list[Hel
     return OwnMeans(replace(target, expected=target.filled(scaled)), reasons=[reason])
 
 
-def _kinds(target: Aim, data: StepData) -> dict[Kind | None, list[ContributionKey]]:
-    """The contributions by what their passes are a kind of; None: nothing tells."""
+def _kinds(target: Aim, data: StepData) -> dict[Kind, list[ContributionKey]]:
+    """The contributions by what their passes are a kind of; {} where nothing tells it of one."""
     counted = {key: one for key, one in target.contributions.by_key.items() if target.tokens.get(key)}
     passes = Counter((key[0], line_of(one.gradient)) for key, one in counted.items())
-    binary = {(rank, *slot) for rank, events in data.events.items() for slot in _with_binary_terms(events)}
-    kinds: dict[Kind | None, list[ContributionKey]] = defaultdict(list)
+    kinds: dict[Kind, list[ContributionKey]] = defaultdict(list)
     for key, one in counted.items():
         kind: Kind | None = one_class(one.loss.num_labels if one.loss is not None else None, one.label_hash)
         line = line_of(one.gradient)
-        if kind is None and line and passes[key[0], line] == 1 and (one.loss_rank, *key[1:]) in binary:
-            kind = line
+        if kind is None and passes[key[0], line] == 1 and _has_binary_term(data, one.loss_rank, key[1:]):
+            kind = line or None
+        if kind is None:
+            return {}
         kinds[kind].append(key)
     return kinds
 
 
-def _with_binary_terms(events: Sequence[Event]) -> set[tuple[int, int]]:
-    """The passes of a rank that add a binary cross-entropy to their loss."""
-    terms = (event for event in events if isinstance(event, LossTerm) and event.op.startswith(BINARY))
-    return {(term.accumulation_step, term.microbatch) for term in terms}
+def _has_binary_term(data: StepData, rank: int | None, slot: tuple[int, int]) -> bool:
+    """Whether a pass adds a binary cross-entropy to its loss."""
+    terms = (event for event in data.events[rank] if isinstance(event, LossTerm)) if rank is not None else ()
+    return any(one.op.startswith(BINARY) for one in terms if (one.accumulation_step, one.microbatch) == slot)
 
 
 def _has_each_rank_several(kinds: Sequence[Sequence[ContributionKey]]) -> bool:
