@@ -204,11 +204,10 @@ def _same_labels(
 def _take_turns(
     losses: Mapping[Place, Iterable[ContributionKey]], counted: Mapping[ContributionKey, Contribution], data: StepData
 ) -> bool:
-    """Whether the passes of several losses, as many of each, begin on a line each and are reduced alike (a batch and
-    one that is replayed): of two branches of an accumulation loop, one has a pass alone and reduces, or both have one
-    backward line."""
+    """Whether the passes of several losses, one in each and as many of each, have lines of their own and are reduced
+    alike (a batch and one that is replayed): of two branches of an accumulation loop, one has a pass alone and
+    reduces, or both have one line for the loss or its backward."""
     numbers = [Counter(key[0] for key in keys) for keys in losses.values()]
-    roots = {root for _, root in losses}
     slots = {(one.loss_rank, *key[1:]) for key, one in counted.items()}
     reduced = {
         event.sync
@@ -216,8 +215,9 @@ def _take_turns(
         for event in events
         if isinstance(event, Backward) and (rank, event.accumulation_step, event.microbatch) in slots
     }
-    on_lines = "" not in roots and len(roots) == len(losses)
-    return on_lines and len(reduced) == 1 and all(number == numbers[0] for number in numbers)
+    apart = all("" not in lines and len(set(lines)) == len(losses) for lines in zip(*losses, strict=True))
+    alone = all(one.num_losses == 1 for one in counted.values())
+    return apart and alone and len(reduced) == 1 and all(number == numbers[0] for number in numbers)
 
 
 def usual(

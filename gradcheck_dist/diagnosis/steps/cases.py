@@ -29,7 +29,7 @@ from gradcheck_dist.diagnosis.weights.cells import Cell, Held, average, judge, l
 from gradcheck_dist.diagnosis.weights.patterns import Pattern, Sample, explain
 from gradcheck_dist.diagnosis.weights.quiet import losses_show
 from gradcheck_dist.events import GradWrite, Reduce, Site
-from gradcheck_dist.ledger.contributions import ContributionKey
+from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
 from gradcheck_dist.ledger.tracks import StepData
 
 EXACT = 1e-6
@@ -117,7 +117,7 @@ def _cases(verdict: StepVerdict, judged: list[Held]) -> list[Case]:
     """The wrong cells by culprit, each group with its shape and names."""
     quantities = verdict.context.quantities
     found = blame(verdict.data, verdict.contributions, judged, quantities)
-    found = _of_one_fault(found, judged, of_tasks=verdict.context.of_tasks)
+    found = _of_one_fault(found, judged, verdict.contributions, of_tasks=verdict.context.of_tasks)
     cases = [_case(verdict, blamed, judged) for one in found for blamed in _without_emptied(one)]
     join_alike(cases, sum(bool(held.cells) for held in verdict.held))
     return without_skipped(without_divisions_alone(cases), judged)
@@ -138,9 +138,11 @@ def _without_emptied(blamed: Blame) -> list[Blame]:
     return parts
 
 
-def _of_one_fault(found: list[Blame], judged: list[Held], *, of_tasks: bool) -> list[Blame]:
+def _of_one_fault(
+    found: list[Blame], judged: list[Held], contributions: Contributions, *, of_tasks: bool
+) -> list[Blame]:
     """What all losses lack alike is one cause, though each has a line of its own: those of one forward pass's tasks,
-    and those that go backward on one line (the branches of a condition)."""
+    and those that go backward on one line, one in each pass (the branches of a condition)."""
     losses = [one for one in found if one.culprit.kind == "loss" and not one.culprit.unrecorded]
     wrong = [pair for one in losses for pair in zip(one.cells, one.repeats, strict=True) if not pair[0][1].right]
     cells = [cell for (_, cell), _ in wrong]
@@ -148,7 +150,8 @@ def _of_one_fault(found: list[Blame], judged: list[Held], *, of_tasks: bool) -> 
         return found
     lines = {line_of(one.culprit.gradient) for one in losses}
     all_are_wrong = len(cells) == sum(len(held.cells) for held in judged)
-    if not of_tasks and not (all_are_wrong and len(lines) == 1 and "" not in lines):
+    in_branches = len(lines) == 1 and "" not in lines and all(c.num_losses == 1 for c in contributions.by_key.values())
+    if not of_tasks and not (all_are_wrong and in_branches):
         return found
     first = min((one.culprit for one in losses), key=order)
     joined = Blame(first, [cell for cell, _ in wrong], [times for _, times in wrong])
