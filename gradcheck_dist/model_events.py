@@ -93,10 +93,10 @@ class LossGradient(ReducedGradient, tag="loss_gradient"):
     `longest_sample` are the numbers of tokens of one. `beside_weights` multiplies each token beside a weight of its
     own, where these are all that weighs tokens apart; masks among these keep `num_kept`. `part_of` numbers what several
     losses of one pass are parts of: the same weight made their classes, of other rows. `logits` numbers the logits that
-    several losses of one pass compare, each with labels of its own. `class_scale`: of a loss that is
-    known by the gradient of its logits z, the mean of the logarithm of what exp(z) is multiplied by there, which is one
-    number on all ranks that hold a part of the classes; where its own part does not tell the weight (no label lies
-    there), the loss is of reduction "unknown".
+    several losses of one pass compare, each with labels of its own. `class_scale`: of a loss that is known by the
+    gradient of its logits z, the mean of the logarithm of what exp(z) is multiplied by there, which is one number on
+    all ranks that hold a part of the classes; where its own part does not tell the weight (no label lies there), the
+    loss is of reduction "unknown".
     """
 
     loss_id: int

@@ -12,8 +12,8 @@ from gradcheck_dist.ledger.tracks import StepData
 
 def with_one_loss(data: StepData) -> set[tuple[int, int]]:
     """The pairs of ranks whose passes begin at the same numbers, bit by bit, and of which each holds tensors that the
-    other does not: batches of their own give other losses. Ranks that reduce gradients besides may have batches of
-    their own and a loss on all of these (a contrastive one)."""
+    other does not: batches of their own give other losses. Whole numbers alone tell nothing. Ranks that reduce
+    gradients besides may have batches of their own and a loss on all of these (a contrastive one)."""
     began = {rank: _began_at(events) for rank, events in data.events.items()}
     told = sorted(rank for rank, roots in began.items() if not all(value.is_integer() for _, value in roots))
     return {

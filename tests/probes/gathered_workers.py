@@ -42,35 +42,23 @@ class Gather(torch.autograd.Function):
 
 
 class HandOn(torch.autograd.Function):
-    """A parameter as it is; summed over the ranks in backward."""
+    """A parameter as it is; summed in backward over a group of ranks, None for all of them."""
 
     @staticmethod
-    def forward(ctx: Any, param: Tensor) -> Tensor:
+    def forward(ctx: Any, param: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.group = group
         return param.view_as(param)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         summed = grad.clone()
-        dist.all_reduce(summed)
-        return summed
-
-
-class Alone(torch.autograd.Function):
-    """A parameter as it is; summed in backward over the group of tensor-parallel ranks, which is this rank alone."""
-
-    @staticmethod
-    def forward(ctx: Any, param: Tensor) -> Tensor:
-        return param.view_as(param)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        summed = grad.clone()
-        dist.all_reduce(summed, group=itself())
-        return summed
+        dist.all_reduce(summed, group=ctx.group)
+        return summed, None
 
 
 @functools.cache
 def itself() -> dist.ProcessGroup:
+    """A group of tensor-parallel ranks, which is this rank alone."""
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     return groups[dist.get_rank()]
 
@@ -164,9 +152,9 @@ class Parts(nn.Module):
     def whole(self) -> tuple[Tensor, Tensor]:
         (out, width), variant = self.shape, self.variant
         if "handed on" in variant:
-            return HandOn.apply(self.weight), HandOn.apply(self.bias)
+            return HandOn.apply(self.weight, None), HandOn.apply(self.bias, None)
         if "itself" in variant:
-            return (Alone.apply(self.weight) + self.weight) / 2, Alone.apply(self.bias)
+            return (HandOn.apply(self.weight, itself()) + self.weight) / 2, HandOn.apply(self.bias, itself())
         if "torch's own" in variant:
             weight, bias = (torch.cat(through.all_gather(one)) for one in (self.weight, self.bias))
             return weight.view(self.shape), bias[:out]

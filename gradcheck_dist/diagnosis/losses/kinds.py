@@ -1,9 +1,9 @@
-"""Passes whose labels are of one class each: kinds of data (real and generated, source and target), not of one batch.
+"""Passes that are of one kind of data each (real and generated, source and target), and not parts of one batch.
 
-A discriminator that is trained by a cross-entropy goes backward once for each kind of data, and adds up such losses by
-design. So does one that tells kinds by a binary cross-entropy, beside the classes of what it is given (AC-GAN): of that
-term no label is known, but each kind has a line of its own. Batches of one class, or of a line each, look the same, so
-the verdict stays open.
+A discriminator that is trained by a cross-entropy goes backward once for each kind, whose labels are all of one class,
+and adds up such losses by design. So does one that tells kinds by a binary cross-entropy, beside the classes of what it
+is given (AC-GAN): of that term no label is known, but each kind has a line of its own. Batches of one class, or of a
+line each, look the same, so the verdict stays open.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from dataclasses import replace
 from fractions import Fraction
 
 from gradcheck_dist.diagnosis.losses.aim import Aim
-from gradcheck_dist.diagnosis.losses.several_losses import OwnMeans, fits, line_of, usual
+from gradcheck_dist.diagnosis.losses.several_losses import OwnMeans, fits, line_of, own_weights, usual
 from gradcheck_dist.diagnosis.losses.tasks import DECLARE
 from gradcheck_dist.diagnosis.weights.cells import Held
 from gradcheck_dist.events import LossTerm
 from gradcheck_dist.ledger.contributions import ContributionKey
-from gradcheck_dist.ledger.expected import expected_weights
 from gradcheck_dist.ledger.tracks import StepData
 from gradcheck_dist.trace.label_hashes import one_class
 
@@ -32,16 +31,14 @@ def kind_by_kind(target: Aim, objective: str, data: StepData, measured: list[Hel
     """What the weights are compared with where each pass is of a kind of its own, of several on each rank, and one mean
     over all tokens does not fit; None where that is not so."""
     kinds = {} if target.relative else _kinds(target, data)
-    if not _has_each_rank_several(list(kinds.values())):
+    several = _has_each_rank_several(list(kinds.values()))
+    if not several or fits(measured, target.contributions, target.expected):
         return None
-    if fits(measured, target.contributions, target.expected):
-        return None
-    scaled: dict[ContributionKey, Fraction] = {}
-    shares = []
-    for keys in kinds.values():
-        own = expected_weights(objective, {key: target.tokens[key] for key in keys})
-        shares.append(usual(measured, target.contributions, own, keys))
-        scaled |= {key: weight * Fraction(shares[-1]) for key, weight in own.items()}
+    own = own_weights(target, objective, kinds.values())
+    shares = [usual(measured, target.contributions, own, keys) for keys in kinds.values()]
+    scaled = {
+        key: own[key] * Fraction(share) for share, keys in zip(shares, kinds.values(), strict=True) for key in keys
+    }
     shown = " and ".join(f"x {share:.4g}" for share in shares)
     reason = (
         "each pass's labels are of one class, or it has a binary term and a line of its own, as a discriminator's "

@@ -71,9 +71,7 @@ def loss_by_loss(target: Aim, objective: str, data: StepData, measured: list[Hel
     take_turns = not trained_apart and not _same_labels(losses, counted)
     if take_turns and not _take_turns(losses, counted, data):
         return OwnMeans(target)
-    own: dict[ContributionKey, Fraction] = {}
-    for keys in losses.values():
-        own |= expected_weights(objective, {key: target.tokens[key] for key in keys})
+    own = own_weights(target, objective, losses.values())
     shares = {place: usual(measured, target.contributions, own, keys) for place, keys in losses.items()}
     lines = " and ".join(dict.fromkeys(place[1] or place[0] for place in map(_place, counted.values())))
     whole = all(abs(share - 1) <= SAME for share in shares.values())
@@ -95,6 +93,16 @@ def loss_by_loss(target: Aim, objective: str, data: StepData, measured: list[Hel
     return OwnMeans(replace(target, expected=target.filled(scaled)), reasons=[reason])
 
 
+def own_weights(
+    target: Aim, objective: str, groups: Iterable[Iterable[ContributionKey]]
+) -> dict[ContributionKey, Fraction]:
+    """What contributions should weigh where each group of them has an objective of its own."""
+    own: dict[ContributionKey, Fraction] = {}
+    for keys in groups:
+        own |= expected_weights(objective, {key: target.tokens[key] for key in keys})
+    return own
+
+
 def _mixture(target: Aim, objective: str, measured: list[Held]) -> OwnMeans | None:
     """One loss whose accumulation steps have a coefficient each (0.7 of code, 0.3 of text): unequal numbers that
     somebody wrote and that add up to 1, each times the mean over the tokens of its step."""
@@ -102,9 +110,7 @@ def _mixture(target: Aim, objective: str, measured: list[Held]) -> OwnMeans | No
     for key, count in target.tokens.items():
         if count:
             steps[key[1]].append(key)
-    own: dict[ContributionKey, Fraction] = {}
-    for keys in steps.values():
-        own |= expected_weights(objective, {key: target.tokens[key] for key in keys})
+    own = own_weights(target, objective, steps.values())
     shares = {k: usual(measured, target.contributions, own, keys) for k, keys in steps.items()}
     numbers = {k: Fraction(round(100 * share), 100) for k, share in shares.items()}
     written = all(abs(share - numbers[k]) <= MIXED * share for k, share in shares.items())

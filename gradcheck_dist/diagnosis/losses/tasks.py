@@ -21,12 +21,19 @@ import numpy as np
 
 from gradcheck_dist.diagnosis.causes.case import Case
 from gradcheck_dist.diagnosis.losses.aim import Aim
-from gradcheck_dist.diagnosis.losses.several_losses import SAME, OwnMeans, fits, line_of, reached_by, usual
+from gradcheck_dist.diagnosis.losses.several_losses import (
+    SAME,
+    OwnMeans,
+    fits,
+    line_of,
+    own_weights,
+    reached_by,
+    usual,
+)
 from gradcheck_dist.diagnosis.weights.cells import SIGMAS, Held, judge
 from gradcheck_dist.diagnosis.weights.degrees import same
 from gradcheck_dist.events import AmpScale, Backward, OptimizerStep
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
-from gradcheck_dist.ledger.expected import expected_weights
 from gradcheck_dist.ledger.one_forward import Forwards, forwards_of
 from gradcheck_dist.ledger.tracks import ParamKey, StepData
 
@@ -43,9 +50,7 @@ def task_by_task(target: Aim, objective: str, data: StepData, measured: list[Hel
     if target.relative or not forwards or fits(measured, target.contributions, target.expected):
         return None
     tasks = [list(keys) for keys in zip(*forwards, strict=True)]
-    own: dict[ContributionKey, Fraction] = {}
-    for keys in tasks:
-        own |= expected_weights(objective, {key: target.tokens[key] for key in keys})
+    own = own_weights(target, objective, tasks)
     result = OwnMeans(replace(target, expected=own), forwards=forwards)
     lines = " and ".join(dict.fromkeys(line_of(counted[keys[0]].gradient) for keys in tasks))
     told = f"{len(tasks)} losses of one forward pass are differentiated one by one ({lines})"

@@ -43,7 +43,7 @@ def cause(finding: Finding) -> Cause:
 @dataclass(frozen=True)
 class Scaling:
     """All gradients of a step were multiplied by `factor` by nothing recorded, which left them with `norm`; `tolerance`
-    is relative. `lines` are those that wrote to them there, nobody knows what."""
+    is relative. `lines` are those that wrote to them there, where it is laid to none."""
 
     factor: float
     norm: float
