@@ -65,17 +65,20 @@ def without(contributions: Contributions, dropped: set[ContributionKey]) -> Cont
 
 
 def evaluated_again(contributions: Contributions, lost: set[ContributionKey]) -> set[ContributionKey]:
-    """Those whose labels were evaluated again on the same rank, as far as labels tell batches apart. Passes of one
-    evaluation may take other labels of it each."""
-    kept: dict[tuple[int, int | None], set[int | None]] = defaultdict(set)
+    """Those whose labels were evaluated again on the same rank, in a pass that was kept or a later one that was lost as
+    well, as far as labels tell batches apart. Passes of one evaluation may take other labels of it each."""
+    evaluations: dict[tuple[int, int | None], set[int | None]] = defaultdict(set)
     for key, c in contributions.by_key.items():
         if key not in lost:
-            kept[key[0], c.label_hash].add(_evaluation(c))
-    return {
-        key
-        for key, c in contributions.by_key.items()
-        if key in lost and tell_batches(c) and kept[key[0], c.label_hash] - {_evaluation(c)}
-    }
+            evaluations[key[0], c.label_hash].add(_evaluation(c))
+    again: set[ContributionKey] = set()
+    for key, c in sorted(contributions.by_key.items(), reverse=True):
+        if key in lost and tell_batches(c):
+            others = evaluations[key[0], c.label_hash]
+            if others - {_evaluation(c)}:
+                again.add(key)
+            others.add(_evaluation(c))
+    return again
 
 
 def _evaluation(contribution: Contribution) -> int | None:

@@ -24,7 +24,7 @@ from gradcheck_dist.diagnosis.losses.elements import OF_WEIGHTED, Counted, by_el
 from gradcheck_dist.diagnosis.losses.marked import marked_aside
 from gradcheck_dist.diagnosis.losses.parts import counted_once, parts_of_one_loss
 from gradcheck_dist.diagnosis.losses.repeated import repeats, replaced, weighing_or_gone
-from gradcheck_dist.diagnosis.losses.returned import looked_at
+from gradcheck_dist.diagnosis.losses.returned import arrived, looked_at
 from gradcheck_dist.diagnosis.losses.samples import UNDIVIDED, by_samples
 from gradcheck_dist.diagnosis.losses.several_means import main_term
 from gradcheck_dist.diagnosis.losses.weighted_tokens import all_weighted
@@ -74,7 +74,9 @@ def _of_passes(
 ) -> Aim:
     weighs, gone = weighing_or_gone(measured)
     # By a recorded zero_grad, or by a line that nobody records (`.grad = None`).
-    lost = discarded(data, contributions) | (gone if weighs & set(contributions.by_key) else set())
+    # What is in a gradient all the same was kept aside and put back (projected gradient descent).
+    lost = discarded(data, contributions) - arrived(measured)
+    lost |= gone if weighs & set(contributions.by_key) else set()
     contributions = without(contributions, lost if drop_lost else evaluated_again(contributions, lost))
     kept = _aim(objective, data, contributions, measured, written)
     by_key = contributions.by_key
@@ -311,8 +313,9 @@ def _relative(data: StepData, contributions: Contributions, measured: list[Held]
     )
 
 
-Transfer = tuple[float, tuple[int, int], float, int]
-"""Measured, (accumulation step, microbatch), documented, and how many lines of the rank's multiply gradients."""
+Transfer = tuple[float, tuple[int, int], float, int, float]
+"""Measured, (accumulation step, microbatch), documented, how many lines of the rank's multiply gradients, and the
+standard error of what was measured."""
 
 
 def _lines_that_scale(data: StepData) -> dict[int, int]:
@@ -328,8 +331,8 @@ def _usual(
 ) -> Fraction:
     """The transfer from a contribution's own gradient to the optimizer's that most weights have; of several as frequent
     ones that of ranks with the fewest `lines` that multiply gradients, that which is documented, and of the latest
-    contributions, to which least was done. What came to some copies of a parameter only is no example, where other
-    weights are. 1 where nothing arrived."""
+    contributions, to which least was done; as the one tells that was measured best. What came to some copies of a
+    parameter only is no example, where other weights are. 1 where nothing arrived."""
     everywhere: list[Transfer] = []
     in_part: list[Transfer] = []
     seen: dict[tuple[ParamKey, ContributionKey], list[Transfer | None]] = defaultdict(list)
@@ -342,7 +345,7 @@ def _usual(
             value, error = float(held.observed[column]), float(held.stderr[column])
             if key in by_key and held.visible[column] and np.isfinite(value):
                 arrived = value > max(SAME * min(largest, 1.0), SIGMAS * error)
-                one = (value, key[1:], float(held.nominal[column]), (lines or {}).get(held.rank, 0))
+                one = (value, key[1:], float(held.nominal[column]), (lines or {}).get(held.rank, 0), error)
                 seen[held.param, key].append(one if arrived else None)
     for transfers in seen.values():
         (in_part if None in transfers else everywhere).extend(one for one in transfers if one is not None)
@@ -357,13 +360,13 @@ def _usual(
         else:
             groups.append([one])
     best = max(groups, key=lambda group: (len(group), *_least_done(group)))
-    value = float(np.median([value for value, *_ in best]))
-    documented = [nominal for _, _, nominal, _ in best if abs(nominal - value) <= SAME * value]
+    value = min(best, key=lambda one: one[-1])[0]
+    documented = [nominal for _, _, nominal, *_ in best if abs(nominal - value) <= SAME * value]
     return Fraction(documented[0] if documented else value).limit_denominator(10**9)
 
 
 def _least_done(group: list[Transfer]) -> tuple[int, int, tuple[int, int]]:
     """The larger, the fewer of the trainer's lines did something to these, the more of them are what the recorded
     operations document, and the later they came."""
-    documented = sum(abs(nominal - value) <= SAME * value for value, _, nominal, _ in group)
-    return -min(lines for *_, lines in group), documented, max(slot for _, slot, *_ in group)
+    documented = sum(abs(nominal - value) <= SAME * value for value, _, nominal, *_ in group)
+    return -min(lines for *_, lines, _ in group), documented, max(slot for _, slot, *_ in group)

@@ -66,3 +66,17 @@ def weighing(measured: Iterable[Held]) -> tuple[set[ContributionKey], set[Contri
             if not abs(value) <= max(NOTHING * largest, SIGMAS * error):
                 weighs.add(key)
     return weighs, seen
+
+
+def arrived(measured: Iterable[Held]) -> set[ContributionKey]:
+    """Contributions of which something is surely in some gradient; no weight that was not measured tells."""
+    found: set[ContributionKey] = set()
+    for held in measured:
+        if held.observed is None or held.stderr is None:
+            continue
+        finite = held.observed[np.isfinite(held.observed)]
+        least = np.maximum(NOTHING * np.abs(finite).max(initial=0.0), SIGMAS * held.stderr)
+        found |= {
+            key for key, there in zip(held.replay.basis.keys, np.abs(held.observed) > least, strict=True) if there
+        }
+    return found

@@ -86,11 +86,20 @@ def loss_by_loss(target: Aim, objective: str, data: StepData, measured: list[Hel
     shown = " and ".join(f"x {share:.4g}" for share in shares.values())
     apart = "in passes that train parameters of their own" if in_a_loop else "one by one"
     reason = (
-        f"the losses at {lines} are differentiated {apart}, and weigh {shown} of a mean over their own tokens: "
+        f"the losses at {lines} are differentiated {apart}, and weigh {shown} of a mean over their own tokens"
+        f"{_as_many_as_passes(losses, shares)}: "
         "whether these are coefficients that are meant or wrong normalisers is not known. "
         "gradcheck_dist.mark_loss(loss_sum, num_tokens, term=..., coefficient=...) tells"
     )
     return OwnMeans(replace(target, expected=target.filled(scaled)), reasons=[reason])
+
+
+def _as_many_as_passes(losses: Mapping[Place, Iterable[ContributionKey]], shares: Mapping[Place, float]) -> str:
+    """What a weight says, in words, that is the number of a loss's passes for each of them; "" where it is not."""
+    passes = {place: max(Counter(key[0] for key in keys).values()) for place, keys in losses.items()}
+    if not all(num > 1 and abs(shares[place] - num) <= SAME * num for place, num in passes.items()):
+        return ""
+    return ", as many as each has passes, by which nothing divides"
 
 
 def own_weights(
@@ -232,20 +241,22 @@ def usual(
     expected: Mapping[ContributionKey, Fraction],
     keys: Iterable[ContributionKey],
 ) -> float:
-    """By what most of a loss's weights are off, of several as frequent factors the one at the loss; 1 where none is
-    known."""
+    """By what most of a loss's weights are off, of several as frequent factors the one at the loss, as the weight tells
+    that was measured best; 1 where none is known."""
     wanted = set(keys)
     found = [
-        (cell.ratio, cell.root_ratio)
+        cell
         for held in judge(measured, contributions, dict(expected))
         for cell in held.cells
         if cell.key in wanted and cell.ratio > SAME
     ]
     if not found:
         return 1.0
-    ratios = np.array([ratio for ratio, _ in found])
+    ratios = np.array([cell.ratio for cell in found])
     in_order = np.sort(ratios)
     upper = np.searchsorted(in_order, ratios * (1 + SAME), side="right")
     alike = upper - np.searchsorted(in_order, ratios * (1 - SAME), side="left")
     most = [found[index] for index in np.flatnonzero(alike == alike.max())]
-    return max(most, key=lambda item: abs(item[0] / item[1] - 1) <= SAME if item[1] else False)[0]
+    first = max(most, key=lambda cell: abs(cell.ratio / cell.root_ratio - 1) <= SAME if cell.root_ratio else False)
+    same = (cell for cell in found if abs(cell.ratio - first.ratio) <= SAME * first.ratio)
+    return min(same, key=lambda cell: cell.stderr).ratio
