@@ -45,6 +45,24 @@ def test_kinds_of_data_that_add_up_accuse_nobody(tmp_path: Path, kinds: tuple[in
     assert "mark_loss" in report.next_step
 
 
+def test_kinds_beside_the_classes_of_what_is_given_accuse_nobody(tmp_path: Path) -> None:
+    """Real and generated data, told by a cross-entropy of two classes, and each with classes of its own (AC-GAN)."""
+    torch.manual_seed(0)
+    body, classes, kinds = nn.Linear(6, 8), nn.Linear(8, 3), nn.Linear(8, 2)
+    optimizer = torch.optim.SGD([*body.parameters(), *classes.parameters(), *kinds.parameters()], lr=0.1)
+    with attach(tmp_path):
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            for kind in (0, 1):
+                hidden = torch.tanh(body(torch.randn(ROWS, 6)))
+                told = F.cross_entropy(kinds(hidden), labels_of(kind))
+                (told + F.cross_entropy(classes(hidden), torch.randint(0, 3, (ROWS,)))).backward()
+            optimizer.step()
+    report = diagnose(read_run(tmp_path))
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert "of one class" in report.reasons[0] and "x 2 and x 2" in report.reasons[0]
+
+
 @pytest.mark.parametrize("lines", [1, 2])
 def test_kinds_that_a_binary_term_tells_accuse_nobody(tmp_path: Path, lines: int) -> None:
     """Real and generated data, each with its classes (AC-GAN); on one line it is a loop over parts of a batch."""

@@ -1,9 +1,9 @@
 """Passes that are of one kind of data each (real and generated, source and target), and not parts of one batch.
 
 A discriminator that is trained by a cross-entropy goes backward once for each kind, whose labels are all of one class,
-and adds up such losses by design. So does one that tells kinds by a binary cross-entropy, beside the classes of what it
-is given (AC-GAN): of that term no label is known, but each kind has a line of its own. Batches of one class, or of a
-line each, look the same, so the verdict stays open.
+and adds up such losses by design. So does one that tells the classes of what it is given besides (AC-GAN), by a second
+cross-entropy, or beside a binary one: of that no label is known, but each kind has a line of its own. Batches of one
+class, or of a line each, look the same, so the verdict stays open.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gradcheck_dist.diagnosis.losses.several_losses import OwnMeans, fits, line_
 from gradcheck_dist.diagnosis.losses.tasks import DECLARE
 from gradcheck_dist.diagnosis.weights.cells import Held
 from gradcheck_dist.events import LossTerm
-from gradcheck_dist.ledger.contributions import ContributionKey
+from gradcheck_dist.ledger.contributions import Contribution, ContributionKey, losses_of_rank
 from gradcheck_dist.ledger.tracks import StepData
 from gradcheck_dist.trace.label_hashes import one_class
 
@@ -54,7 +54,7 @@ def _kinds(target: Aim, data: StepData) -> dict[Kind, list[ContributionKey]]:
     passes = Counter((key[0], line_of(one.gradient)) for key, one in counted.items())
     kinds: dict[Kind, list[ContributionKey]] = defaultdict(list)
     for key, one in counted.items():
-        kind: Kind | None = one_class(one.loss.num_labels if one.loss is not None else None, one.label_hash)
+        kind: Kind | None = _class_of(data, one)
         line = line_of(one.gradient)
         if kind is None and passes[key[0], line] == 1 and _has_binary_term(data, one.loss_rank, key[1:]):
             kind = line or None
@@ -62,6 +62,16 @@ def _kinds(target: Aim, data: StepData) -> dict[Kind, list[ContributionKey]]:
             return {}
         kinds[kind].append(key)
     return kinds
+
+
+def _class_of(data: StepData, one: Contribution) -> int | None:
+    """The class that all labels of a pass are of, or of one of the losses that it adds up; None where there is none, or
+    there are several."""
+    if one.num_losses == 1 or one.loss_rank is None:
+        return one_class(one.loss.num_labels if one.loss is not None else None, one.label_hash)
+    losses = [loss for _, loss in losses_of_rank(data.events[one.loss_rank]).get(one.key[1:], ()) if loss]
+    classes = {one_class(loss.num_labels, loss.label_hash) for loss in losses} - {None}
+    return classes.pop() if len(classes) == 1 else None
 
 
 def _has_binary_term(data: StepData, rank: int | None, slot: tuple[int, int]) -> bool:
