@@ -49,12 +49,13 @@ def trained(
     over: float = 1.0,
     seen: bool = False,
     twice: float = 1.0,
+    clip_seen: bool = True,
 ) -> Report:
     """Two steps of token sums times a factor; before the optimizer gradients are divided by all tokens, or not, and
     clipped to a norm, one for both steps or one for each. Where `hooked` is not 1, a hook multiplies each gradient by
     it as it arrives. `behind`: their norm is taken before the division, and divided as well. `over`: what tokens are
     divided by before gradients are divided by them. `seen`: that is done where gradients lie; `twice`: a second line
-    divides by this of it."""
+    divides by this of it. `clip_seen`: so is the clip."""
     model = Net()
     for param in model.parameters() if hooked != 1.0 else ():
         param.register_hook(lambda grad: grad * hooked)
@@ -77,19 +78,32 @@ def trained(
                     param.grad = param.grad / (total / over if divides else 1)
             grads = [param.grad for param in model.parameters() if param.grad is not None]
             norm = norm if behind else norm_of(grads)
-            for grad in grads:
-                grad.mul_(min(1.0, (max_norm if isinstance(max_norm, float) else max_norm[step]) / norm))
+            coefficient = min(1.0, (max_norm if isinstance(max_norm, float) else max_norm[step]) / norm)
+            for param, grad in zip(model.parameters(), grads, strict=True):
+                param.grad = grad.mul_(coefficient) if clip_seen else grad * coefficient
             optimizer.step()
             optimizer.zero_grad()
     return diagnose(read_run(run_dir))
 
 
 def test_a_clip_that_may_divide_besides_is_open(tmp_path: Path) -> None:
-    report = trained(tmp_path, 1.0, divides=True, max_norm=0.25)
+    report = trained(tmp_path, 1.0, divides=True, max_norm=0.25, clip_seen=False)
     assert (report.verdict, report.findings) == ("undetermined", [])
     assert all("unless the same lines divide by this number" in reason for reason in report.reasons)
     assert {round(weight.ratio or 0, 4) for weight in report.weights} == {1.0}
     assert report.coverage.notes and all("are taken to divide by" in note for note in report.coverage.notes)
+
+
+@pytest.mark.parametrize(
+    ("factor", "verdict"), [(1.0, "clean"), (1 / NUM_BATCHES, "findings"), (NUM_BATCHES, "undetermined")]
+)
+def test_a_clip_that_is_seen_shows_what_was_done_besides(tmp_path: Path, factor: float, verdict: str) -> None:
+    """The rest of what happened to gradients is the tokens of each step. Its own number may hold a division that the
+    losses lack, and no multiplication."""
+    report = trained(tmp_path, factor, divides=True, max_norm=0.05)
+    assert report.verdict == verdict
+    assert [one.factor.expression for one in report.findings] == ["1/accumulation_steps"] * (factor < 1)
+    assert factor <= 1 or all(f"before it are x {NUM_BATCHES} unless" in reason for reason in report.reasons)
 
 
 def test_a_line_that_is_seen_shows_what_a_clip_divides_by_besides(tmp_path: Path) -> None:
@@ -128,7 +142,8 @@ def test_a_loss_with_a_constant_that_has_no_name_is_freed_of_the_clip_whose_norm
 
 
 def test_tokens_that_a_clip_divides_by_behind_its_norm_are_open_until_a_step_shows_them(tmp_path: Path) -> None:
-    report = trained(tmp_path / "open", 1.0, divides=True, max_norm=0.25, norm_of=all_at_once, behind=True)
+    hidden = {"max_norm": 0.25, "norm_of": all_at_once, "behind": True, "clip_seen": False}
+    report = trained(tmp_path / "open", 1.0, divides=True, **hidden)
     assert (report.verdict, report.findings) == ("undetermined", [])
     assert all("where their norm is taken" in reason for reason in report.reasons)
     known = trained(tmp_path / "known", 1.0, divides=True, max_norm=(0.25, 1e9), norm_of=all_at_once, behind=True)
@@ -137,7 +152,7 @@ def test_tokens_that_a_clip_divides_by_behind_its_norm_are_open_until_a_step_sho
 
 def test_a_loss_before_a_clip_that_divides_besides_is_told_with_what_the_clip_may_hide(tmp_path: Path) -> None:
     """Losses that are multiplied by the tokens of the first step."""
-    (finding,) = trained(tmp_path, 36, divides=True, max_norm=0.1).findings
+    (finding,) = trained(tmp_path, 36, divides=True, max_norm=0.1, clip_seen=False).findings
     assert (finding.code, finding.factor.expression) == ("GS303", "num_tokens^2")
     assert [candidate.expression for candidate in finding.factor.candidates] == ["num_tokens^2", "num_tokens"]
     assert "If the same lines divide by 36 besides, the factor is 36 = num_tokens" in finding.explanation
@@ -145,9 +160,9 @@ def test_a_loss_before_a_clip_that_divides_besides_is_told_with_what_the_clip_ma
 
 
 def test_a_loss_that_passes_divide_before_a_clip_that_may_divide_by_tokens_over_them_is_open(tmp_path: Path) -> None:
-    """The first is right and the second lacks the passes: behind the clip no number tells which."""
+    """The first is right and the second lacks the passes: behind a clip that was not seen no number tells which."""
     for name, over in (("right", NUM_BATCHES), ("wrong", 1)):
-        report = trained(tmp_path / name, 1 / NUM_BATCHES, divides=True, max_norm=0.05, over=over)
+        report = trained(tmp_path / name, 1 / NUM_BATCHES, divides=True, max_norm=0.05, over=over, clip_seen=False)
         assert (report.verdict, report.findings) == ("undetermined", [])
         assert all("unless the same lines divide by this number" in reason for reason in report.reasons)
     shown = trained(tmp_path / "shown", 1 / NUM_BATCHES, divides=True, max_norm=(0.05, 1e9), over=NUM_BATCHES)

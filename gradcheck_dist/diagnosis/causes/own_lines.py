@@ -159,10 +159,13 @@ def _counterpart(data: StepData, event: Event | None, rank: int) -> Event | None
     return alike[-1] if alike else None
 
 
-def beside_computed(data: StepData, culprit: Culprit, held: Sequence[Held]) -> float:
+def beside_computed(
+    data: StepData, culprit: Culprit, held: Sequence[Held], quantities: Mapping[str, float] | None = None
+) -> float:
     """A number of the program by which an unrecorded change multiplied all of these gradients besides one number that
     is computed (a clip's coefficient); 1 where there is none, or what its lines do is not known. Of the two one may be
-    none of a line that was seen: `p.grad = p.grad / 3`."""
+    none of a line that was seen: `p.grad = p.grad / 3`; it is known by its digits, or made of `quantities`."""
+    quantities = quantities or {}
     if culprit.event is None or culprit.before is None or not culprit.factor:
         return 1.0
     rank = rank_of(data, culprit.before)
@@ -185,8 +188,8 @@ def beside_computed(data: StepData, culprit: Culprit, held: Sequence[Held]) -> f
     if abs(rest - 1) <= EXACT:
         return prod(written) if len(computed) == 1 else 1.0
     if computed:
-        return rest * prod(written) if len(computed) == 1 and is_written(rest, MEASURED, {}) else 1.0
-    return prod(written) if not is_written(rest, MEASURED, {}) else 1.0
+        return rest * prod(written) if len(computed) == 1 and is_written(rest, MEASURED, quantities) else 1.0
+    return prod(written) if not is_written(rest, MEASURED, quantities) else 1.0
 
 
 def params_on(data: StepData, held: Iterable[Held], rank: int) -> set[int]:

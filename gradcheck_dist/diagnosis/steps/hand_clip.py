@@ -261,9 +261,19 @@ def clip_by_hand(cases: Sequence[Case], data: StepData, norms: StepNorms) -> Han
                 norm, factor, own = norm / last, factor / last, own / last
             elif is_of_degrees(last, case.context.contributions):  # else it is the norm of the clip
                 reason = _unit_or_clip(norm, last)
-        if abs(factor / own - 1) > SAME and _right_before(case, cases, factor / own, data):
-            factor = own
         unit = abs(norm - 1) <= tolerance
+        quantities = case.context.quantities
+        known = 1.0 if right_before else beside_computed(data, case.culprit, case.held, quantities)
+        if abs(norm / known - 1) <= tolerance or is_divided(data, case.culprit, case.held, 1 / norm):
+            known = 1.0  # unit length times the norm that is meant
+        if known != 1:
+            own /= known  # what the clip itself did
+        elif abs(factor / own - 1) > SAME and _right_before(case, cases, factor / own, data):
+            factor = own
+        if known != 1 and factor < own * (1 - SAME):
+            # A clip multiplies by no number that somebody wrote: what is too small before it stays so.
+            reason = _normalised(norm, factor / own) if unit else ""
+            factor = factor if unit else own
         if not is_round(norm, tolerance) or (own > 1 and not unit):
             continue  # only to unit length gradients are made longer on purpose
         if factor > 1 > own:
@@ -280,7 +290,7 @@ def clip_by_hand(cases: Sequence[Case], data: StepData, norms: StepNorms) -> Han
         if divisor > 1 + TOO_VAGUE:
             number = exact_fraction(divisor, 1e-3) or f"{divisor:.5g}"
             text += _besides(number)
-            if not is_divided(data, case.culprit, case.held, divisor):
+            if known != 1 or not is_divided(data, case.culprit, case.held, divisor):
                 assumed = Assumed(divisor, place_of(case.culprit), line, number)
         measured = isinstance(case.culprit.event, GradientNorm)
         return HandClip(
@@ -327,9 +337,10 @@ def _besides(number: str) -> str:
 
 
 def _normalised(norm: float, before: float) -> str:
+    wrong = "lack a division by this number" if before > 1 else "were divided once too often"
     return (
         f"gradients were scaled by hand to norm {norm:.2g}, and all weights were x {before:.4g} before that: made to "
-        "unit length on purpose, any scale is right before it; clipped, they lack a division by this number. A step "
+        f"unit length on purpose, any scale is right before it; clipped, they {wrong}. A step "
         "whose gradients are shorter than the clip's norm tells: record one, or clip at a larger norm"
     )
 
