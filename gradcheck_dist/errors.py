@@ -19,7 +19,7 @@ class GradcheckError(Exception):
         self.exit_code = exit_code
 
 
-def nearest(value: str, legal: Iterable[str], count: int = 3, cutoff: float = 0.4) -> list[str]:
+def nearest(value: str, legal: Iterable[str], count: int = 3, cutoff: float = 0.6) -> list[str]:
     """The legal names that look most like `value`, best first; empty when none is as close as `cutoff`, from 0 to 1."""
     return difflib.get_close_matches(value, list(legal), n=count, cutoff=cutoff)
 

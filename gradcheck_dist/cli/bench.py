@@ -19,7 +19,7 @@ TIMEOUT_S = 600
 
 
 def bench(
-    rounds: Annotated[int, typer.Option(min=2, help="Rounds; more take longer and spread less.")] = 9,
+    rounds: Annotated[int, typer.Option(min=2, metavar="N", help="Rounds; more take longer and spread less.")] = 9,
     form: Annotated[DataFormat, typer.Option("--format", help="How to write it.")] = DataFormat.text,
 ) -> None:
     """Measure what recording and judging cost on this machine.

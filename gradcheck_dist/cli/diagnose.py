@@ -33,7 +33,9 @@ def diagnose(
     objective: Objective = None,
     steps: Steps = None,
     first: Annotated[bool, typer.Option("--first", help="Stop at the first step with a finding.")] = False,
-    jobs: Annotated[int, typer.Option(min=0, help="Processes that judge a long run; 0: one for each core.")] = 0,
+    jobs: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Processes that judge a long run; 0: one for each core.")
+    ] = 0,
     dask: Annotated[
         str | None,
         typer.Option(

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from gradcheck_dist.cli.output import DataFormat
+from gradcheck_dist.cli.output import DataFormat, beside
 from gradcheck_dist.cli.progress import Progress
 
 TORCH_TIMEOUT_S = 90.0
@@ -43,7 +43,7 @@ def doctor(form: Annotated[DataFormat, typer.Option("--format", help="How to wri
     else:
         for check in checks:
             sign = "ok" if check.works else "FAILS" if check.needed else "no"
-            typer.echo(f"{sign:<6} {check.what:<22} {check.detail}")
+            typer.echo(beside(f"{sign:<6} {check.what:<22} ", check.detail))
     raise typer.Exit(int(any(check.needed and not check.works for check in checks)))
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from gradcheck_dist.cli.output import beside
+from gradcheck_dist.cli.output import beside, fold_paragraphs
 from gradcheck_dist.errors import GradcheckError, unknown_value
 
 
@@ -57,7 +57,7 @@ def _line(page: Page) -> str:
 
 
 def _render(page: Page) -> str:
-    return f"# {page.code} {page.name}\n\n{page.text}"
+    return fold_paragraphs(f"# {page.code} {page.name}\n\n{page.text}")
 
 
 def pages() -> list[Page]:

@@ -82,6 +82,24 @@ def beside(label: str, text: str) -> str:
     return textwrap.fill(text, width, initial_indent=label, subsequent_indent=" " * len(label))
 
 
+def fold_paragraphs(text: str) -> str:
+    """A page of Markdown; its paragraphs and items folded anew on a terminal that is narrower than they are."""
+    import re
+    import shutil
+    import textwrap
+
+    columns = shutil.get_terminal_size().columns
+    if not sys.stdout.isatty() or columns >= max(map(len, text.splitlines()), default=0):
+        return text
+
+    def folded(lines: re.Match[str]) -> str:
+        hang = "  " if lines[0].startswith("- ") else ""
+        words = " ".join(lines[0].split())
+        return textwrap.fill(words, max(columns, 20), subsequent_indent=hang, break_on_hyphens=False)
+
+    return re.sub(r"^- .*(?:\n  \S.*)*|^[^\s#-].*(?:\n[^\s#-].*)*", folded, text, flags=re.MULTILINE)
+
+
 def check_writable(path: Path, *, kept: bool = False) -> None:
     """Raise GradcheckError (E711) unless a file can be written at `path`: asked before the work, not after it. `kept`:
     it will be read again, which no device and no pipe can be."""

@@ -95,9 +95,7 @@ def _read(path: Path | None) -> dict[str, Any]:
             f"cannot read {path}: {in_words(error)}. Name a YAML file of settings.", code="E714"
         ) from error
     if not isinstance(content, dict):
-        raise GradcheckError(
-            f"{path} holds {type(content).__name__}, not settings. Write lines like `ddp: 4`.", code="E714"
-        )
+        raise GradcheckError(f"{path} holds no settings by name. Write lines like `ddp: 4`.", code="E714")
     legal = {entry.name for entry in fields(Setup)}
     for key in content:
         if key not in legal:

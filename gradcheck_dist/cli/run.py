@@ -86,6 +86,17 @@ def run(
     """
     from gradcheck_dist.boot.protocol import VARIABLE, Boot, Steps
 
+    if meant and not verify:
+        raise GradcheckError(
+            f"--meant {meant[0]} exempts what --verify checks, and --verify is missing. Add it, or leave --meant out.",
+            code="E726",
+        )
+    if exact and (every is not None or every_step):
+        more = "--every-step" if every_step else "--every"
+        raise GradcheckError(
+            f"--exact stops the training in the first recorded step, and {more} records later ones. Give one of them.",
+            code="E726",
+        )
     chosen = parse_steps(steps) or range(3)
     if objective is not None:
         from gradcheck_dist.objectives import check_objective
@@ -111,7 +122,7 @@ def run(
     folder, made = _make_folder(out, command)
     _say(f"recording into {folder}")
     if exact:
-        chosen, every, every_step = range(chosen.start, chosen.start + 1), None, False
+        chosen = range(chosen.start, chosen.start + 1)
         _say(f"--exact: training stops in step {chosen.start}, before the optimizer")
     boot = Boot(
         str(folder),

@@ -89,7 +89,7 @@ def refusal(error: Exception, command: str, parameters: list[Any]) -> GradcheckE
 def _unknown_option(option: str, command: str, parameters: list[Any]) -> GradcheckError:
     legal = {name for one in parameters for name in (*one.opts, *one.secondary_opts) if name.startswith("--")}
     bare = {name.lstrip("-"): name for name in sorted(legal)}  # the dashes would make all of them look alike
-    close = [bare[name] for name in nearest(option.lstrip("-"), bare, cutoff=0.6)]
+    close = [bare[name] for name in nearest(option.lstrip("-"), bare)]
     meant = f" Did you mean: {', '.join(close)}?" if close else ""
     theirs = " An option of your own command belongs behind `--`." if command == "run" else ""
     return GradcheckError(

@@ -33,7 +33,7 @@ def watch(
     ] = None,
     screen: Annotated[str, typer.Option(help="The screen to open first.")] = "overview",
     web: Annotated[bool, typer.Option("--web", help="Serve the screens to browsers of this machine.")] = False,
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Of --web.")] = 8000,
+    port: Annotated[int, typer.Option(min=1, max=65535, metavar="N", help="Of --web.")] = 8000,
 ) -> None:
     """Look at a run, live or afterwards.
 

@@ -140,7 +140,9 @@ def _parse(name: str, text: str, default: Any) -> Any:
         if name == "divide_factor":
             return None if text in ("none", "default") else float(text)
     except (KeyError, ValueError):
-        legal = "on or off" if isinstance(default, bool) else "a number"
+        legal = "on or off" if isinstance(default, bool) else "integers from 1 up"
+        if name == "divide_factor":
+            legal = "positive numbers and none"
         raise GradcheckError(f"{name} is {text!r}; legal values are {legal}.", code="E803") from None
     return text
 

@@ -183,6 +183,20 @@ def test_explain_all_shows_every_rule_with_all_its_headings(gradcheck: Gradcheck
         assert headings == ["What it does", "Why it matters", "Example", "Fix", "References"], page[:40]
 
 
+def test_a_page_is_folded_anew_on_a_narrow_terminal_and_its_code_is_not(
+    gradcheck: Gradcheck, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    piped = gradcheck("explain", "GS104").out
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    shown = gradcheck("explain", "GS104").out
+    assert shown.split() == piped.split()
+    assert all(len(line) <= 60 or line.startswith("    ") for line in shown.splitlines())
+    assert [line for line in shown.splitlines() if line.startswith(("    ", "#"))] == [
+        line for line in piped.splitlines() if line.startswith(("    ", "#"))
+    ]
+
+
 def test_the_code_of_an_error_is_no_rule_and_is_told_so(gradcheck: Gradcheck) -> None:
     outcome = gradcheck("explain", "E711")
     assert outcome.code == 2

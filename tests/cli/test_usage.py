@@ -37,7 +37,12 @@ from gradcheck_dist.scenarios import matrix as table
         ("watch --port 99999999 run", "E725", "legal values are integers from 1 to 65535."),
         ("bench --rounds 0", "E725", "--rounds is '0'; legal values are integers from 2 up."),
         ("predict --divide-factor x", "E725", "legal values are numbers."),
-        ("report --format pdf run", "E725", "unknown --format 'pdf'. Did you mean: md? Legal values: github, html,"),
+        ("report --format htm run", "E725", "unknown --format 'htm'. Did you mean: html? Legal values: github, html,"),
+        ("report --format pdf run", "E725", "unknown --format 'pdf'. Legal values: github, html,"),
+        ("frobnicate", "E721", "unknown command 'frobnicate'. Legal values: bench,"),
+        ("run --meant Fn -- true", "E726", "--meant Fn exempts what --verify checks, and --verify is missing."),
+        ("run --exact --every 5 -- true", "E726", "first recorded step, and --every records later ones."),
+        ("run --exact --every-step -- true", "E726", "first recorded step, and --every-step records later ones."),
     ],
 )
 def test_a_wrong_command_line_is_told_with_the_legal_ones_and_the_next_step(
@@ -48,7 +53,7 @@ def test_a_wrong_command_line_is_told_with_the_legal_ones_and_the_next_step(
     assert outcome.err.startswith(f"error {code}: ")
     assert said in outcome.err
     assert outcome.err.count("\n") == 1
-    assert "gradcheck" in outcome.err or "Legal values" in outcome.err
+    assert any(words in outcome.err for words in ("gradcheck", "Legal values", "Give one of them", "leave --meant out"))
 
 
 def test_a_run_or_a_program_in_the_place_of_a_command_gets_the_command_it_needs(

@@ -168,6 +168,26 @@ def test_factors_that_cancel_by_their_numbers_only_are_pointed_out() -> None:
     assert "at these sizes only" in text(predict(Setup(ddp=4, pp=2, microbatches=4, loss_scale="M")))
 
 
+def test_the_ratio_is_shown_by_accumulation_step_where_it_differs() -> None:
+    assert "  ratio    1/4 in every accumulation step\n" in text(predict(Setup(ddp=4, accum=10)))
+    assert "  ratio    1/64  1/16  1/4  (k = 0 .. 2)\n" in text(
+        predict(Setup(pp=2, microbatches=4, accum=3, scale_grads=True))
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "legal"),
+    [
+        ("ddp=x", "integers from 1 up"),
+        ("scale_grads=maybe", "on or off"),
+        ("divide_factor=x", "positive numbers and none"),
+    ],
+)
+def test_a_change_that_cannot_be_is_told_with_the_legal_values(change: str, legal: str) -> None:
+    with pytest.raises(GradcheckError, match=f"legal values are {legal}"):
+        changed(Setup(), change)
+
+
 def test_a_hundred_thousand_ranks_take_no_time() -> None:
     started = time.perf_counter()
     assert predict(Setup(fsdp=25_000, hsdp=4, tp=8, pp=16, microbatches=64, accum=100, loss_scale="R")).right
