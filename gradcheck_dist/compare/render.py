@@ -40,8 +40,9 @@ def headline(comparison: Comparison) -> str:
         return (
             f"{len(off)} of {plural(len(comparison.tests), 'test')} off against {comparison.control}: {', '.join(off)}"
         )
-    if comparison.exit_code:
-        return f"COULD NOT COMPARE everything with {comparison.control}"
+    open_ = [test.name for test in comparison.tests if test.state == "undetermined"]
+    if open_:
+        return f"COULD NOT COMPARE {', '.join(open_)} with {comparison.control}"
     return f"CLEAN: {plural(len(comparison.tests), 'test')} and {comparison.control} coincide"
 
 
@@ -66,7 +67,7 @@ def as_text(comparison: Comparison) -> str:
         lines += ["", test.name]
         for metric in test.metrics:
             points = metric.ratio.num_points if metric.ratio else len(metric.aligned.at)
-            head = f"{WORDS[metric.role]:<14} {band(metric):<22} ({points} points)"
+            head = f"{WORDS[metric.role]:<14} {band(metric):<22} ({plural(points, 'point')})"
             lines += paragraph(f"{head}  {metric.text}", "  ")
         for note in test.notes:
             lines += paragraph(note, "  ")

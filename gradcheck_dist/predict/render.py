@@ -143,8 +143,8 @@ def text(prediction: Prediction, title: str = "") -> str:
     margin = " " * 11
     lines += textwrap.wrap(_legend(prediction), 100, initial_indent=margin, subsequent_indent=margin)
     if prediction.ratios is not None:
-        steps = f"0 .. {setup.accum - 1}" if setup.accum > 1 else "0"
-        lines.append(f"  k = {steps}  {shown(prediction.ratios)}")
+        steps = f"  (k = 0 .. {setup.accum - 1})" if len(set(prediction.ratios)) > 1 else ""
+        lines.append(f"  ratio    {shown(prediction.ratios)}{steps}")
     else:
         lines.append("  differs between contributions: it depends on their tokens (n_c, N_r)")
     wide = max(18, *(len(str(hand.after)) for hand in prediction.hands))

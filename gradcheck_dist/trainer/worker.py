@@ -94,7 +94,10 @@ def timed_out(folder: Path, rank: int) -> bool:
 def run_agent(sender: Connection, payload: bytes, nproc: int, timeout_s: float, folder: str) -> None:
     """Run the elastic agent in this process and send its `Outcome` to the launching one."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    log = os.open(Path(folder) / "agent.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    try:
+        log = os.open(Path(folder) / "agent.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    except FileNotFoundError:  # interrupted meanwhile: the launching process took its folder away as it left
+        return
     os.dup2(log, 1)
     os.dup2(log, 2)
     try:

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from gradcheck_dist.cli.main import build
 from gradcheck_dist.compare import comparison
 from gradcheck_dist.compare.comparison import Metric, compare, explanations, parse_axes
+from gradcheck_dist.compare.render import headline
 from gradcheck_dist.compare.sources import Source
 from gradcheck_dist.compare.statistics import Aligned, align_by_tokens, ratio, seen_tokens, student_t
 from gradcheck_dist.errors import GradcheckError
@@ -153,6 +154,7 @@ def test_runs_without_a_common_step_could_not_be_compared() -> None:
     assert {metric.state for metric in found.tests[0].metrics} == {"too few"}
     assert found.tests[0].metrics[0].text.startswith("0 common points; a ratio needs 2 or more")
     assert found.exit_code == 2
+    assert headline(found) == "COULD NOT COMPARE late with control"
 
 
 def test_alignment_by_tokens_compares_the_same_place_of_training() -> None:

@@ -224,3 +224,23 @@ def test_a_launcher_that_fails_says_why(tmp_path: Path) -> None:
     log = (tmp_path / "agent.log").read_text()
     assert "sent AttributeError: LaunchConfig has no such field" in log
     assert "Traceback" in log
+
+
+def test_a_launcher_whose_folder_is_gone_ends_without_a_word(tmp_path: Path) -> None:
+    """After a Ctrl-C while it started."""
+    program = (
+        "import multiprocessing, sys\n"
+        "from gradcheck_dist.trainer import worker\n"
+        "receiver, sender = multiprocessing.Pipe(duplex=False)\n"
+        "worker.run_agent(sender, b'', 1, 1.0, sys.argv[1])\n"
+        "print('sent', receiver.poll())\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "gone")],
+        check=False,
+        timeout=60,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "sent False\n", "")
