@@ -19,7 +19,7 @@ from gradcheck_dist.tui.snapshot import Selection, Snapshot
 from gradcheck_dist.tui.source import Source
 from gradcheck_dist.tui.themes import DARK, THEMES
 
-TOLD_S = 15.0
+TOLD_S = 8.0
 
 SCREENS = {
     "overview": "Overview",

@@ -224,7 +224,7 @@ def others_inside(path: Path) -> str:
     if not others:
         return ""
     named = f"{', '.join(others[:MOST_NAMED])}{', …' * (len(others) > MOST_NAMED)}"
-    return f"{path} holds {len(others) + 1} runs. This is {chosen.name}; beside it: {named}."
+    return f"{path} holds {len(others) + 1} runs. This is {chosen.name}; beside it (6 compares): {named}."
 
 
 def siblings(path: Path) -> tuple[str, ...]:

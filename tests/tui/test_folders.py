@@ -204,7 +204,7 @@ def test_a_folder_of_variants_opens_the_faulty_one(faulty_run: Path) -> None:
     assert snapshot.path == str(faulty_run)
     assert snapshot.siblings == (str(faulty_run.parent / "fixed"),)
     told = others_inside(faulty_run.parent)
-    assert told == f"{faulty_run.parent} holds 2 runs. This is {faulty_run.name}; beside it: fixed."
+    assert told == f"{faulty_run.parent} holds 2 runs. This is {faulty_run.name}; beside it (6 compares): fixed."
     assert others_inside(faulty_run) == ""
 
 

@@ -261,6 +261,34 @@ def test_on_sixty_columns_nothing_is_cut_that_tells_where_one_is_or_what_is_wron
     drive(snapshot, steps, size=(60, 20))
 
 
+def test_on_a_small_terminal_the_findings_and_their_lines_are_seen_and_the_source_is_not_broken(
+    snapshot: Snapshot,
+) -> None:
+    async def steps(app: WatchApp, pilot: Pilot[None]) -> None:
+        overview = screen_text(app).splitlines()
+        assert any(line.startswith("GS102 repeated-reduction") and ".py:9" in line for line in overview)
+        await pilot.press("d")
+        await pilot.pause()
+        lines = screen_text(app).splitlines()
+        assert any(line.startswith("▶r0 reduce k=1") for line in lines)
+        assert any(line.strip().startswith("FIRST DIVERGENCE: after this the weight could not") for line in lines)
+
+    drive(snapshot, steps, size=(60, 18))
+
+
+def test_a_path_is_spelled_out_where_there_is_room(snapshot: Snapshot) -> None:
+    async def steps(app: WatchApp, pilot: Pilot[None]) -> None:
+        await pilot.press("d")
+        await pilot.pause()
+        title = "path of d0 k0 m0 (data rank 0, accumulation step 0, microbatch 0) into embedding.weight on rank 0"
+        assert title in screen_text(app)
+        await pilot.resize_terminal(80, 24)
+        await pilot.pause()
+        assert "path of d0 k0 m0 into embedding.weight on rank 0" in screen_text(app)
+
+    drive(snapshot, steps, size=(120, 40))
+
+
 def test_q_leaves(snapshot: Snapshot) -> None:
     async def steps(app: WatchApp, pilot: Pilot[None]) -> None:
         await pilot.press("q")

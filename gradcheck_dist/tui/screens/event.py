@@ -16,7 +16,7 @@ from gradcheck_dist.reports.text import printable
 from gradcheck_dist.tui.screens.base import RunScreen
 from gradcheck_dist.tui.snapshot import Selection, Snapshot
 from gradcheck_dist.tui.step_view import Stop
-from gradcheck_dist.tui.widgets.event_card import EventCard
+from gradcheck_dist.tui.widgets.event_card import NARROW, EventCard
 from gradcheck_dist.tui.widgets.rows import Rows
 from gradcheck_dist.tui.widgets.stops_list import SAME, StopsList
 
@@ -29,6 +29,10 @@ class EventScreen(RunScreen):
     EventScreen StopsList { width: 33; }
     EventScreen VerticalScroll { width: 1fr; border-left: solid $primary; }
     EventScreen VerticalScroll:focus { border-left: heavy $accent; }
+    EventScreen.narrow Horizontal { layout: vertical; }
+    EventScreen.narrow StopsList { width: 100%; height: 2fr; }
+    EventScreen.narrow VerticalScroll { width: 100%; height: 3fr; border-left: none; border-top: solid $primary; }
+    EventScreen.narrow VerticalScroll:focus { border-top: heavy $accent; }
     EventScreen #path { height: 1; background: $surface; color: $accent; text-wrap: nowrap; padding: 0 1; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -48,6 +52,10 @@ class EventScreen(RunScreen):
             yield StopsList(classes="main")
             with VerticalScroll():
                 yield EventCard()
+
+    def on_resize(self) -> None:
+        self.set_class(self.size.width < NARROW, "narrow")
+        self.update()
 
     def nothing(self, snapshot: Snapshot) -> str | None:
         if self.app is None or snapshot.step is None or not snapshot.step.lanes:
@@ -82,7 +90,7 @@ class EventScreen(RunScreen):
             mark, stop, cell, ledger, culprit=step.culprits.get(where), finding=_finding(snapshot, selection)
         )
         self.query_one(VerticalScroll).scroll_home(animate=False)
-        self.query_one("#path", Static).update(_path_title(selection))
+        self.query_one("#path", Static).update(_path_title(selection, self.size.width - 2))
 
     @on(Rows.Moved)
     def _moved(self, message: Rows.Moved) -> None:
@@ -162,11 +170,14 @@ def _finding(snapshot: Snapshot, selection: Selection) -> Finding | None:
     return findings[selection.finding] if selection.finding < len(findings) else None
 
 
-def _path_title(selection: Selection) -> str:
-    """Which contribution into which parameter."""
+def _path_title(selection: Selection, width: int) -> str:
+    """Which contribution into which parameter, spelled out where there is room."""
     if selection.param is None or selection.key is None:
         return "this event lies on the path of no observed contribution"
     data_rank, step, microbatch = selection.key
     stage, name = selection.param
     where = f"stage {stage}: " if stage >= 0 else ""
-    return printable(f"path of d{data_rank} k{step} m{microbatch} into {where}{name} on rank {selection.holder}")
+    into = f"into {where}{name} on rank {selection.holder}"
+    short = f"d{data_rank} k{step} m{microbatch}"
+    whole = f"path of {short} (data rank {data_rank}, accumulation step {step}, microbatch {microbatch}) {into}"
+    return printable(whole if len(whole) <= width else f"path of {short} {into}")

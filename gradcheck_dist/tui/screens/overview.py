@@ -28,6 +28,7 @@ class Overview(RunScreen):
     Overview VerdictBox { max-height: 55%; overflow-y: auto; }
     Overview #figures { height: 5; }
     Overview.tall #figures { height: 9; }
+    Overview.low #figures { display: none; }
     Overview AxisGauges { width: 2fr; }
     Overview Chart { width: 1fr; }
     """
@@ -44,6 +45,7 @@ class Overview(RunScreen):
 
     def on_resize(self) -> None:
         self.set_class(self.size.height >= 36, "tall")
+        self.set_class(self.size.height < 20, "low")
 
     def show(self, snapshot: Snapshot, selection: Selection) -> None:
         self.query_one(VerdictBox).show(snapshot)

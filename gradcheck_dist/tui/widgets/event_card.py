@@ -34,6 +34,8 @@ from gradcheck_dist.tui.widgets.mark_box import describe
 from gradcheck_dist.wording import plural
 
 MAX_LEDGER = 64
+NARROW = 70
+"""On fewer columns the card lies below the path, not beside it."""
 
 
 class EventCard(Static):
@@ -55,7 +57,8 @@ class EventCard(Static):
         if mark is None and culprit is None:
             self.update(Text("This stop is a sample without a recorded event.", "dim"))
             return
-        width = max(40, self.app.size.width - 38)
+        columns = self.app.size.width
+        width = columns - 4 if columns < NARROW else columns - 38
         if mark is not None:
             text.append(describe(mark), "bold")
             text.append(f"  event {mark.seq} of rank {mark.rank}\n", "dim")

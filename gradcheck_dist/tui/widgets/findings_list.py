@@ -11,6 +11,8 @@ from gradcheck_dist.reports.text import spans
 from gradcheck_dist.tui.snapshot import Snapshot
 from gradcheck_dist.tui.widgets.rows import Piece, Rows, fit
 
+NARROW = 76
+"""On fewer columns the line stands where parameters and ranks would."""
 _LOOKS = {"error": "bad", "warning": "warn", "info": "accent"}
 
 
@@ -30,7 +32,8 @@ class FindingsList(Rows):
     _report: Report | None = None
 
     def header(self, row: int) -> Iterable[Piece]:
-        yield "finding                      factor               params ranks   where", "head"
+        who = "" if self.size.width < NARROW else "params ranks   "
+        yield f"finding                      factor               {who}where", "head"
 
     def pieces(self, index: int) -> Iterable[Piece]:
         assert self._report is not None
@@ -38,11 +41,13 @@ class FindingsList(Rows):
         factor = factor_name(finding)
         event = finding.first_event
         where = f"{short_path(event.file)}:{event.line}" if event is not None and event.file else "-"
-        room = self.size.width - 66
-        where = where if len(where) <= room else f"…{where[1 - max(room, 12) :]}"
+        narrow = self.size.width < NARROW
+        room = self.size.width - (50 if narrow else 66)
+        where = where if len(where) <= room else f"…{where[1 - max(room, 10) :]}"
         yield fit(f"{finding.code} {finding.name}", 28) + " ", _LOOKS.get(finding.severity, "plain")
         yield fit(factor, 20) + " ", "bold"
-        yield f"{finding.num_parameters:>6} {fit(spans(finding.ranks), 7)} ", "plain"
+        if not narrow:
+            yield f"{finding.num_parameters:>6} {fit(spans(finding.ranks), 7)} ", "plain"
         yield where, "accent"
 
     def empty(self) -> str:
