@@ -19,6 +19,15 @@ MIN_HEADLINE, MAX_HEADLINE = 20, 140
 """Characters of a reason that are read at a glance."""
 UNIFORM = "every contribution"
 UNEXPLAINED, WRONG_BACKWARD = "GS000", ("GS801", "GS802")
+COUNTS = {
+    "R": "data ranks",
+    "n_c": "tokens of the microbatch",
+    "N_r": "tokens of the data rank in the step",
+    "N_k": "tokens of the accumulation step",
+    "L_c": "labels of the microbatch, padding included",
+    "T_c": "labels of one of its rows, padding included",
+}
+"""What a factor's short names stand for; its others are words."""
 VERDICT_WORDS = {"clean": "CLEAN", "findings": "FOUND", "undetermined": "COULD NOT JUDGE"}
 
 
@@ -201,6 +210,8 @@ def _finding(finding: Finding, total: int) -> FindingText:
         facts.append("also explained by " + "; ".join(_candidate(other) for other in others[:3]))
     if finding.suggested_experiment:
         facts.append(("to tell apart: " if others else "to learn more: ") + prose(finding.suggested_experiment))
+    if counts := [f"{name} {what}" for name, what in COUNTS.items() if name in _names(finding)]:
+        facts.append("in the factor: " + ", ".join(counts))
     steps = finding.steps or [finding.step]
     # An auxiliary loss term concerns whatever lies before it, which no trace tells.
     concerned = (
@@ -224,6 +235,10 @@ def _finding(finding: Finding, total: int) -> FindingText:
         facts=tuple(facts),
         culprit=culprit(finding.first_event) if finding.first_event else None,
     )
+
+
+def _names(finding: Finding) -> list[str]:
+    return re.findall(r"\w+", finding.factor.expression or "")
 
 
 def _rivals(finding: Finding) -> list[Candidate]:

@@ -337,3 +337,12 @@ def test_recording_exactly_is_no_probe_that_could_not_hook() -> None:
     assert not any(
         "could not hook" in line for line in coverage_lines(report(coverage=Coverage(probes_missing=missing[:1])))
     )
+
+
+def test_short_names_in_a_factor_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    factor = Factor(observed=1.1, expression="num_tokens/(R * N_r)", tolerance=1e-6)
+    told = "in the factor: R data ranks, N_r tokens of the data rank in the step"
+    document = report([finding(factor=factor)])
+    assert told in build(document).findings[0].facts
+    assert told in plain.render(document) and told in on_terminal(document, monkeypatch)
+    assert not any("in the factor" in fact for fact in build(report()).findings[0].facts)
