@@ -344,5 +344,5 @@ def test_short_names_in_a_factor_are_told(monkeypatch: pytest.MonkeyPatch) -> No
     told = "in the factor: R data ranks, N_r tokens of the data rank in the step"
     document = report([finding(factor=factor)])
     assert told in build(document).findings[0].facts
-    assert told in plain.render(document) and told in on_terminal(document, monkeypatch)
+    assert told in plain.render(build(document)) and told in on_terminal(document, monkeypatch)
     assert not any("in the factor" in fact for fact in build(report()).findings[0].facts)
