@@ -85,6 +85,8 @@ def scenario(
         if not Path(name).is_file():
             raise _no_file(Path(name))
         library, name = Path(name).parent, Path(name).stem
+    elif name is not None and library is None and Path(name).is_file():
+        raise GradcheckError(f"{name} is no scenario file: these end in .yaml. Rename it, if it is one.", code="E601")
     if name is None and not all_:
         raise GradcheckError(
             "no scenario was named. Name one, as in `gradcheck scenario ddp-accum`; `gradcheck scenario --list` shows "
@@ -280,5 +282,5 @@ def _new(name: str, folder: Path | None) -> None:
     if path.exists():
         raise GradcheckError(f"{path} exists already and is left as it is. Choose another name.", code="E711")
     write_file(path, skeleton(name))
-    typer.echo(f"wrote {path}", err=True)
+    typer.echo(f"wrote {path}. To run it:", err=True)
     typer.echo(f"gradcheck scenario {name} --library {quoted(folder)}")

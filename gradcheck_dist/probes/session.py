@@ -174,7 +174,8 @@ def attach(
         if run_dir is None or Path(run_dir) == _session.run_dir:
             return _session
         if _session.from_outside:
-            _tell(f"attach() into {run_dir} is left out: `gradcheck run` records, with its own options")
+            if os.environ.get("LOCAL_RANK", "0") == "0":  # once a machine
+                _tell(f"attach() into {run_dir} is left out: `gradcheck run` records, with its own options")
             return _session
         raise GradcheckError(
             f"already recording into {_session.run_dir}, asked to record into {run_dir}. Call detach() on the first "

@@ -120,6 +120,7 @@ def test_what_was_judged_before_a_rank_died_is_still_reported(
     [
         (["ddp-acum"], ["unknown scenario 'ddp-acum'", "Did you mean: ddp-accum"]),
         ([], ["no scenario was named", "ddp-accum", "--list", "--all"]),
+        ([__file__], ["is no scenario file: these end in .yaml"]),
         (["nowhere/x.yaml"], ["no scenario file nowhere/x.yaml", "--new NAME"]),
         (["--all", "--report", "r.html"], ["'.html'", "Legal values: .json, .md"]),
         (["ddp-accum", "--all"], ["--all runs ddp-accum too"]),

@@ -235,11 +235,14 @@ def test_attaching_twice_is_one_session_and_elsewhere_is_refused(tmp_path: Path)
 
 
 def test_a_trainer_that_attaches_itself_goes_on_below_gradcheck_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with attach(tmp_path / "run", deferred=True) as session:
         assert attach(tmp_path / "own", objective="sum") is session
-    assert "attach()" in capsys.readouterr().err
+        assert "attach()" in capsys.readouterr().err
+        monkeypatch.setenv("LOCAL_RANK", "1")  # of many ranks one says it
+        assert attach(tmp_path / "own") is session
+        assert capsys.readouterr().err == ""
     assert not (tmp_path / "own").exists()
 
 
