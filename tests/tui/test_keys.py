@@ -14,10 +14,11 @@ from textual.pilot import Pilot
 from textual.widgets import Input
 from tiny_runs import SOURCE_LINE, SOURCE_TEXT, write_run
 
-from gradcheck_dist.events import Exchange
+from gradcheck_dist.events import Clip, Exchange
 from gradcheck_dist.tui.app import SCREENS, WatchApp
 from gradcheck_dist.tui.screens.help import HelpScreen
 from gradcheck_dist.tui.snapshot import Snapshot
+from gradcheck_dist.tui.widgets.stops_list import StopsList
 
 
 def test_from_opening_a_faulty_run_to_the_culprits_source_line_is_one_key(snapshot: Snapshot) -> None:
@@ -75,6 +76,9 @@ def test_a_finding_that_no_weight_shows_has_its_line_and_a_place_on_the_timeline
         assert "FIRST DIVERGENCE: seen here, and in no weight" in text
         assert f"▶ {SOURCE_LINE:>4} │ {SOURCE_TEXT}" in text
         assert "Reversed sums the ranks' inputs" in text
+        assert not app.screen.query_one(StopsList).display, "an empty path beside it"
+        await pilot.press("j")
+        assert "lies on no path" in [one.message for one in app._notifications][-1]
         await pilot.press("3", "o")
         await pilot.pause()
         assert ({"!", "W"} if shown else {"W"}) <= set(screen_text(app).split("rank 0", 1)[1].splitlines()[0])
@@ -84,6 +88,26 @@ def test_a_finding_that_no_weight_shows_has_its_line_and_a_place_on_the_timeline
     for events in snapshot.step.verdict.data.events.values() if not shown else ():
         events[:] = [event for event in events if not isinstance(event, Exchange)]
     drive(snapshot, steps, size=(120, 40))
+
+
+def test_an_accused_event_on_the_path_of_a_right_weight_does_not_call_it_wrong(snapshot: Snapshot) -> None:
+    async def steps(app: WatchApp, pilot: Pilot[None]) -> None:
+        assert app.shown.step is not None
+        stops = app.screen.query_one(StopsList)
+        await pilot.press("d", "k", "k", "j")
+        await pilot.pause()
+        assert app.selection.key == (0, 2, 0)
+        assert stops.stops[stops.cursor].seq == clip.seq
+        assert "FIRST DIVERGENCE: seen here; the weight of this contribution is right" in screen_text(app)
+
+    assert snapshot.step is not None
+    verdict = snapshot.step.verdict
+    (finding,) = verdict.findings
+    clip = next(event for event in verdict.data.events[0] if isinstance(event, Clip))
+    assert finding.first_event is not None
+    first = msgspec.structs.replace(finding.first_event, rank=0, seq=clip.seq)
+    mine = replace(verdict, findings=[msgspec.structs.replace(finding, first_event=first)])
+    drive(replace(snapshot, step=replace(snapshot.step, verdict=mine)), steps, mode="event", size=(120, 40))
 
 
 def test_what_a_finding_means_for_this_run_stands_on_the_event_and_explain_screens(snapshot: Snapshot) -> None:

@@ -71,6 +71,9 @@ class EventScreen(RunScreen):
         else:
             self._stops = []
         rows.show(self._stops, step.culprits)
+        if rows.display != bool(self._stops):  # what lies on no path leaves its place to the card
+            rows.display = bool(self._stops)
+            self.query_one(StopsList if self._stops else VerticalScroll).focus()
         at = next((i for i, s in enumerate(self._stops) if (s.rank, s.seq) == (selection.rank, selection.seq)), None)
         if at is not None:
             rows.cursor = at
@@ -87,7 +90,13 @@ class EventScreen(RunScreen):
             cell = step.cell(selection.param, selection.holder, selection.key)
             ledger = step.ledger_at(selection.param, selection.holder, stop) if stop is not None else []
         self.query_one(EventCard).show(
-            mark, stop, cell, ledger, culprit=step.culprits.get(where), finding=_finding(snapshot, selection)
+            mark,
+            stop,
+            cell,
+            ledger,
+            culprit=step.culprits.get(where),
+            finding=_finding(snapshot, selection),
+            beside=bool(self._stops) and self.size.width >= NARROW,
         )
         self.query_one(VerticalScroll).scroll_home(animate=False)
         self.query_one("#path", Static).update(_path_title(selection, self.size.width - 2))
@@ -118,6 +127,8 @@ class EventScreen(RunScreen):
 
     def _last_change(self) -> tuple[int | None, str]:
         """Where a path that passes no accused event goes wrong, and words for it."""
+        if not self._stops:
+            return None, "This event lies on no path, so there is nowhere to jump."
         step, chosen = self.watch_app.shown.step, self.watch_app.selection
         cell = None
         if step is not None and chosen.param is not None and chosen.holder is not None and chosen.key is not None:
@@ -173,7 +184,7 @@ def _finding(snapshot: Snapshot, selection: Selection) -> Finding | None:
 def _path_title(selection: Selection, width: int) -> str:
     """Which contribution into which parameter, spelled out where there is room."""
     if selection.param is None or selection.key is None:
-        return "this event lies on the path of no observed contribution"
+        return "an event of the step, on the path of no observed contribution"
     data_rank, step, microbatch = selection.key
     stage, name = selection.param
     where = f"stage {stage}: " if stage >= 0 else ""

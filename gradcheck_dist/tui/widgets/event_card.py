@@ -52,19 +52,22 @@ class EventCard(Static):
         *,
         culprit: FirstEvent | None,
         finding: Finding | None = None,
+        beside: bool = True,
     ) -> None:
+        """`beside`: the path stands on its left."""
         text = Text()
         if mark is None and culprit is None:
             self.update(Text("This stop is a sample without a recorded event.", "dim"))
             return
-        columns = self.app.size.width
-        width = columns - 4 if columns < NARROW else columns - 38
+        width = self.app.size.width - (38 if beside else 4)
         if mark is not None:
             text.append(describe(mark), "bold")
             text.append(f"  event {mark.seq} of rank {mark.rank}\n", "dim")
         if culprit is not None:
             between = f"between this and {end_of(culprit)}, by nothing that was recorded"
             known = "after this the weight could not come right" if stop is not None else "seen here, and in no weight"
+            if stop is not None and cell is not None and cell.right:
+                known = "seen here; the weight of this contribution is right"
             words = between if culprit.unrecorded else known
             text.append(f"FIRST DIVERGENCE: {words}\n", "bold reverse")
         if mark is not None:
