@@ -42,6 +42,16 @@ def test_all_figures_are_drawn_and_fit_the_screen(
     assert all(url.startswith(("file:", "data:", "blob:")) for url in browser.requests)
 
 
+def test_words_of_figures_have_the_colour_of_the_page(
+    browser: Browser, tmp_path: Path, faulty: tuple[Report, Run]
+) -> None:
+    show(browser, tmp_path, html_report.render(*faulty), DESK)
+    colour = "getComputedStyle(document.querySelector({})).{}"
+    assert browser.evaluate(colour.format("'.xtick text'", "fill")) == browser.evaluate(
+        colour.format("'.soft'", "color")
+    )
+
+
 @pytest.mark.parametrize("size", [PHONE, DESK], ids=["phone", "desk"])
 @pytest.mark.parametrize("name", ["attack", "megabyte"])
 def test_hostile_names_do_nothing(browser: Browser, tmp_path: Path, name: str, size: tuple[int, int]) -> None:

@@ -1,8 +1,11 @@
 "use strict";
 (function () {
   var wide = window.matchMedia("(min-width: 520px)");
+  // Words beside figures are those of the page, on dark paper too.
+  var soft = getComputedStyle(document.documentElement).getPropertyValue("--soft").trim();
   function draw(place) {
     var spec = JSON.parse(document.getElementById(place.dataset.figure).textContent);
+    spec.layout.font.color = soft;
     if (!wide.matches) {
       spec.layout.margin = { l: 40, r: 8, t: 16, b: 40 };
       spec.layout.font.size = 10;
