@@ -188,7 +188,8 @@ def read_rows(file: Path) -> list[Row]:
         try:
             rows.append(Row(**json.loads(line)))
         except (ValueError, TypeError) as error:
-            if index == len(lines) - 1:
+            cut = isinstance(error, ValueError) and line.startswith('{"name": ')
+            if cut and index == len(lines) - 1:
                 break
             raise GradcheckError(
                 f"{file} is no result of `gradcheck matrix`: line {index + 1} is {line[:80]!r}. Name another file, or "

@@ -53,10 +53,12 @@ def test_what_was_right_is_not_run_again_unless_the_configuration_changed(tmp_pa
     assert matrix.done(rows, dataclasses.replace(case, config=TrainConfig(accum=2))) is None
     file.write_text(file.read_text()[:-20])
     assert [row.name for row in matrix.read_rows(file)] == ["one process"]
-    file.write_text("hello\nworld\n")
-    with pytest.raises(GradcheckError, match="no result of `gradcheck matrix`") as caught:
-        matrix.read_rows(file)
-    assert caught.value.code == "E608"
+    # The file is written anew: whatever holds something else must not be taken for an empty one.
+    for strange in ("hello\nworld\n", "one line of notes", '{"name": "a package", "version": 1}'):
+        file.write_text(strange)
+        with pytest.raises(GradcheckError, match="no result of `gradcheck matrix`") as caught:
+            matrix.read_rows(file)
+        assert caught.value.code == "E608"
 
 
 def test_a_wrong_norm_and_a_configuration_that_cannot_run_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
