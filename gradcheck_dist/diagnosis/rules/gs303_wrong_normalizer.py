@@ -4,9 +4,8 @@
 Finds losses whose weight per token is off by the same factor for every contribution from the very start: a division
 missing (x N, x K), done twice (x 1/K), or by the wrong degree (x tp * cp). Also losses that are divided by the number
 of labels L_c of each microbatch, padding included, as `(loss_of_tokens * mask).mean()` does, or each row by its padded
-length T_c, and losses that are means
-over their own n_c tokens before something that divides by all tokens, as behind sums, and means that are weighed by
-counts of more tokens than enter them (labels that were counted before their shift).
+length T_c, and losses that are means over their own n_c tokens before something that divides by all tokens, as behind
+sums, and means that are weighed by counts of more tokens than enter them (labels that were counted before their shift).
 
 ## Why it matters
 A constant factor is what Adam and clipping hide best. It moves the clip threshold, weight decay's and epsilon's share,

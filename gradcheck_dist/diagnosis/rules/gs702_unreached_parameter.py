@@ -3,9 +3,9 @@
 ## What it does
 Notes parameters that an optimizer holds, that require gradients and whose module was called with gradients enabled,
 while no backward pass of the step reached them on any rank, whether they have no gradient or zeros that the program
-filled in. Frozen parameters and modules that were not called are not
-meant. A remark and no accusation: an output that is on purpose not used by the loss looks the same. An error where it
-is a whole pipeline stage that ran backward: what nothing depends on is no stage.
+filled in. Frozen parameters and modules that were not called are not meant. A remark and no accusation: an output that
+is on purpose not used by the loss looks the same. An error where it is a whole pipeline stage that ran backward: what
+nothing depends on is no stage.
 
 ## Why it matters
 A `.detach()`, an `.item()`, a numpy round trip or a `torch.no_grad()` in the wrong place cuts a part of the model off.
