@@ -94,13 +94,16 @@ def test_a_clip_that_may_divide_besides_is_open(tmp_path: Path) -> None:
     assert report.coverage.notes and all("are taken to divide by" in note for note in report.coverage.notes)
 
 
+@pytest.mark.parametrize("seen", [False, True])
 @pytest.mark.parametrize(
     ("factor", "verdict"), [(1.0, "clean"), (1 / NUM_BATCHES, "findings"), (NUM_BATCHES, "undetermined")]
 )
-def test_a_clip_that_is_seen_shows_what_was_done_besides(tmp_path: Path, factor: float, verdict: str) -> None:
-    """The rest of what happened to gradients is the tokens of each step. Its own number may hold a division that the
-    losses lack, and no multiplication."""
-    report = trained(tmp_path, factor, divides=True, max_norm=0.05)
+def test_a_clip_that_is_seen_shows_what_was_done_besides(
+    tmp_path: Path, factor: float, verdict: str, seen: bool
+) -> None:
+    """The rest of what happened to gradients is the tokens of each step, seen or not. The clip's own number may hold a
+    division that the losses lack, and no multiplication."""
+    report = trained(tmp_path, factor, divides=True, max_norm=0.05, seen=seen)
     assert report.verdict == verdict
     assert [one.factor.expression for one in report.findings] == ["1/accumulation_steps"] * (factor < 1)
     assert factor <= 1 or all(f"before it are x {NUM_BATCHES} unless" in reason for reason in report.reasons)
@@ -109,6 +112,15 @@ def test_a_clip_that_is_seen_shows_what_was_done_besides(tmp_path: Path, factor:
 def test_a_line_that_is_seen_shows_what_a_clip_divides_by_besides(tmp_path: Path) -> None:
     report = trained(tmp_path, 1.0, divides=True, max_norm=0.25, seen=True)
     assert (report.verdict, report.findings) == ("clean", [])
+
+
+def test_a_number_that_is_made_of_degrees_and_tokens_is_no_clip(tmp_path: Path) -> None:
+    """NUM_BATCHES over the tokens of a step, behind losses that passes divide: of two numbers one is the clip's."""
+    factor = 1 / NUM_BATCHES
+    report = trained(tmp_path / "right", factor, divides=True, max_norm=0.05, seen=True, over=NUM_BATCHES)
+    assert (report.verdict, report.findings) == ("clean", [])
+    report = trained(tmp_path / "wrong", factor**2, divides=True, max_norm=0.05, seen=True, over=NUM_BATCHES)
+    assert [one.factor.expression for one in report.findings] == ["1/accumulation_steps"]
 
 
 def test_lines_that_are_seen_show_together_what_a_clip_divides_by_besides(tmp_path: Path) -> None:

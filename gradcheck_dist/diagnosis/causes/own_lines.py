@@ -55,7 +55,7 @@ def behind_bare_sum(
     number = abs(write.factor or 1.0)
     if abs(number * quantities.get("num_tokens", 0.0) - 1) <= EXACT:
         return _averaged(culprit, held, off, tolerance) or culprit
-    if any(name.cost < SIMPLE for name in name_number(number, degrees, EXACT)):
+    if _is_named(number, degrees):
         return culprit
     rank = rank_of(data, write)
     earlier = [event for event in data.events[rank] if isinstance(event, Backward | Reduce) and event.seq < write.seq]
@@ -164,7 +164,7 @@ def beside_computed(
 ) -> float:
     """A number of the program by which an unrecorded change multiplied all of these gradients besides one number that
     is computed (a clip's coefficient); 1 where there is none, or what its lines do is not known. Of the two one may be
-    none of a line that was seen: `p.grad = p.grad / 3`; it is known by its digits, or made of `quantities`."""
+    none of a line that was seen: `p.grad = p.grad / 3`. Numbers are known by their digits, or made of `quantities`."""
     quantities = quantities or {}
     if culprit.event is None or culprit.before is None or not culprit.factor:
         return 1.0
@@ -182,14 +182,18 @@ def beside_computed(
     if not lines or any(one.keys() != params or len(set(one.values())) != 1 for one in lines.values()):
         return 1.0
     numbers = [next(iter(of_line.values())) for of_line in lines.values()]
-    written = [number for number in numbers if is_exactly_written(number)]
-    computed = [number for number in numbers if not is_exactly_written(number)]
+    written = [one for one in numbers if is_exactly_written(one) or (quantities and _is_named(one, quantities))]
+    computed = [one for one in numbers if one not in written]
     rest = culprit.factor / prod(numbers)
     if abs(rest - 1) <= EXACT:
         return prod(written) if len(computed) == 1 else 1.0
     if computed:
         return rest * prod(written) if len(computed) == 1 and is_written(rest, MEASURED, quantities) else 1.0
     return prod(written) if not is_written(rest, MEASURED, quantities) else 1.0
+
+
+def _is_named(number: float, quantities: Mapping[str, float]) -> bool:
+    return any(name.cost < SIMPLE for name in name_number(abs(number), quantities, EXACT))
 
 
 def params_on(data: StepData, held: Iterable[Held], rank: int) -> set[int]:
