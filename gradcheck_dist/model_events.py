@@ -211,7 +211,8 @@ class Exchange(Event, tag="exchange"):
     alone: a function that hands its input on, and may scale the gradient that others' backward scaled; or a hook on a
     tensor.
     `of_leaf`: it was applied to `params` themselves. `collectives` are those that it called in forward, or SENT alone:
-    it sent to single ranks, and each of its tensors is a part.
+    it sent to single ranks, and each of its tensors is a part. `shifted`: those of `params` that a tensor without
+    gradient was added to before they were used, so that forward has another number than their gradient is of.
     """
 
     function: str
@@ -231,6 +232,7 @@ class Exchange(Event, tag="exchange"):
     stopped: bool = False
     operation: str = ""
     of_leaf: bool = False
+    shifted: int | None = None
 
 
 class RootValue(Event, tag="root_value"):

@@ -61,6 +61,7 @@ TENSOR = (
     "tensor parallel, averaged in place in backward",
     "tensor parallel, bias divided",
     "tensor parallel, bias on every rank",
+    "tensor parallel, bias divided in forward alone",
     "tensor parallel, bias joined",
     "tensor parallel, bias joined and summed",
     "tensor parallel, shift that softmax leaves out",
@@ -168,6 +169,9 @@ class Block(nn.Module):
         if "joined" in self.variant:
             join = JoinedSummed if "and summed" in self.variant else Joined
             return h + leave.apply(join.apply(F.linear(x, weight), bias))
+        if "in forward alone" in self.variant:
+            part = bias + (bias / dist.get_world_size() - bias).detach()
+            return h + leave.apply(F.linear(x, weight, part))
         if "bias divided" in self.variant:
             return h + leave.apply(F.linear(x, weight, bias / dist.get_world_size()))
         if "bias on every" in self.variant:

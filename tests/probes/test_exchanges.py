@@ -34,6 +34,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
         "tensor parallel, one seed",
         "tensor parallel, summed in place",
         "tensor parallel, bias joined",
+        "tensor parallel, bias divided in forward alone",
         "sequence parallel",
         "sequence parallel, functional",
         "context parallel",

@@ -28,7 +28,7 @@ FROZEN = {
     "stage_gradient": "accumulation_step microbatch side shape dtype values stage forward seq t_ns step site",
     "exchange": (
         "function group index accumulation_step microbatch input_counts output_counts values dtype collectives lost "
-        "defined_at params put_back stopped operation of_leaf seq t_ns step site"
+        "defined_at params put_back stopped operation of_leaf shifted seq t_ns step site"
     ),
     "attention_backward": (
         "function group index accumulation_step microbatch values counts dtype defined_at seq t_ns step site"

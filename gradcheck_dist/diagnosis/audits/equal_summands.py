@@ -35,7 +35,11 @@ def equal_summands(data: StepData) -> list[EqualSummands]:
     for one in exchanges:
         if one.forward not in (SUM, SCATTER):
             continue
-        names = [_names(data, named, rank, event.params) for rank, event in one.events.items()]
+        names = [
+            # What is added to a parameter may make its share of the sum that of one rank, and its gradient is whole.
+            _names(data, named, rank, event.params) - _names(data, named, rank, event.shifted)
+            for rank, event in one.events.items()
+        ]
         # What backward sums over the ranks on another way is alike on all of them, and whole.
         summed = [other for other in exchanges if other.forward == COPY and other.ranks == one.ranks]
         elsewhere = {name for other in summed for rank, event in other.events.items()

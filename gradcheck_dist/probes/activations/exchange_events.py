@@ -32,10 +32,17 @@ class Watched(NamedTuple):
     stopped: bool = False
     operation: str = ""
     of_leaf: bool = False
+    shifted: int | None = None
 
 
 Arriving = tuple[Watched, Tensor, Sequence[Box]]
 """What is told, elements of the input, and the parts of the result of whose gradient elements are wanted, if any."""
+
+
+def param_set(recorder: Recorder, leaves: Sequence[Tensor]) -> int | None:
+    """Those of the leaves that are parameters, as events name a set of them; None for none."""
+    infos = [info for info in map(recorder.registry.find, leaves) if info is not None]
+    return recorder.registry.param_set(infos) if infos else None
 
 
 def watch_tensor(recorder: Recorder, tensor: Tensor, told: Watched, before: Tensor, after: Tensor) -> None:

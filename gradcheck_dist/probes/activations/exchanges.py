@@ -41,6 +41,7 @@ from gradcheck_dist.probes.activations.exchange_events import (
     End,
     Watched,
     coarsest,
+    param_set,
     watch_arriving,
     watch_node,
     watch_own_part,
@@ -59,7 +60,7 @@ from gradcheck_dist.probes.activations.exchange_layout import (
 )
 from gradcheck_dist.probes.activations.own_parts import Gathers
 from gradcheck_dist.probes.backward import autograd
-from gradcheck_dist.probes.backward.graph_leaves import leaves_in_front
+from gradcheck_dist.probes.backward.graph_leaves import leaves_in_front, shifted_leaves
 from gradcheck_dist.probes.backward.roots import Root
 from gradcheck_dist.probes.parameters.stand_ins import is_plain
 from gradcheck_dist.probes.recording.patching import Patches
@@ -368,12 +369,12 @@ def watch(
     after, output_counts = unread(made, parts[1], num) if waits else take(made, parts[1], num)
     names = (SENT,) if sent else tuple(dict.fromkeys(call.name for call in calls))
     written = defined_at(getattr(cls, "backward", None))
-    infos = [recorder.registry.find(leaf) for one in inputs for leaf in leaves or leaves_in_front(one)]
-    params = recorder.registry.param_set([info for info in infos if info is not None]) if any(infos) else None
+    params = param_set(recorder, leaves or [leaf for one in inputs for leaf in leaves_in_front(one)])
+    shifted = None if leaves else param_set(recorder, [leaf for one in inputs for leaf in shifted_leaves(one)])
     dtype = coarsest([*inputs, *made])
     told = Watched(
         cls.__name__, ranks, index, input_counts, output_counts, names, written, caller_site(), dtype, params,
-        of_leaf=bool(leaves),
+        of_leaf=bool(leaves), shifted=shifted,
     )  # fmt: skip
     ends = (
         End(tuple(place for place, _ in given), tuple(tuple(one.shape) for one in inputs), parts[0]),

@@ -13,6 +13,9 @@ LEAF_NODE = "torch::autograd::AccumulateGrad"
 """The name of the node that adds a gradient to its parameter's."""
 
 
+_SHIFTS = ("AddBackward", "SubBackward")
+
+
 def name_of(node: Any) -> str:
     """The name of a node's operation, without namespace and version; "" for none."""
     return node.name().rpartition("::")[2].rstrip("0123456789") if node is not None else ""
@@ -35,3 +38,25 @@ def leaves_in_front(tensor: Root, *, through_functions: bool = False) -> list[Te
                 seen.add(following)
                 stack.append(following)
     return found
+
+
+def shifted_leaves(tensor: Tensor) -> list[Tensor]:
+    """Those of them that a tensor of their shape, which needs no gradient, was added to before anything else was done
+    with them: what they are in forward is not what their gradient is of (`bias + (bias / n - bias).detach()`)."""
+    shifted: dict[Tensor, bool] = {}
+    stack: list[Any] = [tensor.grad_fn]
+    seen = set(stack)
+    while stack and len(seen) < MAX_NODES:
+        node = stack.pop()
+        if node is None or hasattr(type(node), "_forward_cls"):
+            continue
+        edges = [following for following, _ in node.next_functions]
+        for following in edges:
+            if following is not None and following.name() == LEAF_NODE:
+                shifts = name_of(node) in _SHIFTS and None in edges
+                shifts = shifts and list(node._input_metadata[0].shape) == list(following.variable.shape)
+                shifted[following.variable] = shifts and shifted.get(following.variable, True)
+            if following is not None and following not in seen:
+                seen.add(following)
+                stack.append(following)
+    return [leaf for leaf, shifts in shifted.items() if shifts]
