@@ -15,6 +15,7 @@ from gradcheck_dist.diagnosis.losses.several_losses import OwnMeans, loss_by_los
 from gradcheck_dist.diagnosis.losses.tasks import task_by_task
 from gradcheck_dist.diagnosis.losses.weighted_tokens import spreads_of_losses
 from gradcheck_dist.diagnosis.norms.step_norms import step_norms
+from gradcheck_dist.diagnosis.steps.across import across, left_across, without_emptied_across
 from gradcheck_dist.diagnosis.steps.changed_in import name_places
 from gradcheck_dist.diagnosis.steps.clip_lines import clip_of_line
 from gradcheck_dist.diagnosis.steps.drift import sets_apart
@@ -222,6 +223,9 @@ def weigh(
     if (late := from_before(measured)) is not None:
         verdict.reasons.append(late)
         return None
+    models = across(data, contributions, measured)
+    measured = without_emptied_across(models, data, contributions, measured)
+    verdict.remarks += left_across(models)
     wanted = partial(aim, context.objective, data, contributions, drop_lost=assumed.drop_lost, written=how.written)
     aimed_at, is_freed = wanted(measured), False
     if aimed_at.relative and (clip := clip_of_line(measured, data, step_norms(run, data, contributions.coordinate))):
