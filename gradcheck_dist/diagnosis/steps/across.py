@@ -38,7 +38,7 @@ class Across:
         whose they are."""
         alone = {line: next(iter(of)) for line, of in self.left.items() if len(of) == 1 and not self.passed[line]}
         for line, of in self.left.items():
-            reached = self.passed[line] if emptied else set(of)
+            reached = self.passed[line] - set(of) if emptied else set(of)
             if set(of) - set(alone.values()):
                 yield from ((line, other, owner) for other, owner in alone.items() if owner in reached)
 
