@@ -223,9 +223,9 @@ def weigh(
     if (late := from_before(measured)) is not None:
         verdict.reasons.append(late)
         return None
-    models = across(data, contributions, measured)
-    measured = without_emptied_across(models, data, contributions, measured)
-    verdict.remarks += left_across(models)
+    reached = across(data, contributions, measured)
+    measured = without_emptied_across(reached, data, contributions, measured)
+    verdict.remarks += left_across(reached)
     wanted = partial(aim, context.objective, data, contributions, drop_lost=assumed.drop_lost, written=how.written)
     aimed_at, is_freed = wanted(measured), False
     if aimed_at.relative and (clip := clip_of_line(measured, data, step_norms(run, data, contributions.coordinate))):

@@ -344,9 +344,9 @@ def _usual(
         for column, key in enumerate(held.replay.basis.keys):
             value, error = float(held.observed[column]), float(held.stderr[column])
             if key in by_key and held.visible[column] and np.isfinite(value):
-                arrived = value > max(SAME * min(largest, 1.0), SIGMAS * error)
+                is_there = value > max(SAME * min(largest, 1.0), SIGMAS * error)
                 one = (value, key[1:], float(held.nominal[column]), (lines or {}).get(held.rank, 0), error)
-                seen[held.param, key].append(one if arrived else None)
+                seen[held.param, key].append(one if is_there else None)
     for transfers in seen.values():
         (in_part if None in transfers else everywhere).extend(one for one in transfers if one is not None)
     found = everywhere or in_part

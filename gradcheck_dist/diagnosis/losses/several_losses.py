@@ -99,7 +99,7 @@ def _as_many_as_passes(losses: Mapping[Place, Iterable[ContributionKey]], shares
     passes = {place: max(Counter(key[0] for key in keys).values()) for place, keys in losses.items()}
     if not all(num > 1 and abs(shares[place] - num) <= SAME * num for place, num in passes.items()):
         return ""
-    return ", as many as each has passes, by which nothing divides"
+    return ", as many as each has passes, which a forgotten division would leave"
 
 
 def own_weights(

@@ -262,18 +262,16 @@ def clip_by_hand(cases: Sequence[Case], data: StepData, norms: StepNorms) -> Han
             elif is_of_degrees(last, case.context.contributions):  # else it is the norm of the clip
                 reason = _unit_or_clip(norm, last)
         unit = abs(norm - 1) <= tolerance
-        quantities = case.context.quantities
-        known = 1.0 if right_before else beside_computed(data, case.culprit, case.held, quantities)
+        known = 1.0 if right_before else beside_computed(data, case.culprit, case.held, case.context.quantities)
         if abs(norm / known - 1) <= tolerance or is_divided(data, case.culprit, case.held, 1 / norm):
             known = 1.0  # unit length times the norm that is meant
         if known != 1:
             own /= known  # what the clip itself did
+            if factor < own * (1 - SAME):  # it multiplies by no written number: what is too small before it stays so
+                reason = _normalised(norm, factor / own) if unit else ""
+                factor = factor if unit else own
         elif abs(factor / own - 1) > SAME and _right_before(case, cases, factor / own, data):
             factor = own
-        if known != 1 and factor < own * (1 - SAME):
-            # A clip multiplies by no number that somebody wrote: what is too small before it stays so.
-            reason = _normalised(norm, factor / own) if unit else ""
-            factor = factor if unit else own
         if not is_round(norm, tolerance) or (own > 1 and not unit):
             continue  # only to unit length gradients are made longer on purpose
         if factor > 1 > own:

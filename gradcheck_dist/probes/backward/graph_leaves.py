@@ -11,8 +11,6 @@ from gradcheck_dist.probes.backward.roots import Root
 MAX_NODES = 256
 LEAF_NODE = "torch::autograd::AccumulateGrad"
 """The name of the node that adds a gradient to its parameter's."""
-
-
 _SHIFTS = ("AddBackward", "SubBackward")
 
 
@@ -41,8 +39,8 @@ def leaves_in_front(tensor: Root, *, through_functions: bool = False) -> list[Te
 
 
 def shifted_leaves(tensor: Tensor) -> list[Tensor]:
-    """Those of them that a tensor of their shape, which needs no gradient, was added to before anything else was done
-    with them: what they are in forward is not what their gradient is of (`bias + (bias / n - bias).detach()`)."""
+    """The leaves in front of a tensor to which another of their shape, without gradient, was added before anything else
+    was done with them: forward has other numbers than their gradient is of (`bias + (bias / n - bias).detach()`)."""
     shifted: dict[Tensor, bool] = {}
     stack: list[Any] = [tensor.grad_fn]
     seen = set(stack)
