@@ -75,6 +75,7 @@ from gradcheck_dist.ledger.handed_on import changed_on_the_way, hands_on
 from gradcheck_dist.ledger.hooked import told_hooks
 from gradcheck_dist.ledger.loss_backwards import own_backwards, words_of
 from gradcheck_dist.ledger.mixed_labels import mixed_labels
+from gradcheck_dist.ledger.references import without_references
 from gradcheck_dist.ledger.several_terms import several_terms
 from gradcheck_dist.ledger.summed_losses import summed_losses
 from gradcheck_dist.ledger.vocabulary_shards import unlike_shards
@@ -110,7 +111,11 @@ class Judge:
 
 def judge_step(run: Run, step: int, objective: str, objective_from: str) -> StepVerdict:
     """Judge one optimizer step."""
-    return Judge(run, step, objective, objective_from).assuming(Assumed())
+    read = without_references(run, step)
+    verdict = Judge(read.run, step, objective, objective_from).assuming(Assumed())
+    verdict.references = read.params
+    verdict.remarks += read.remarks
+    return verdict
 
 
 @left_open

@@ -95,6 +95,7 @@ def recorded(folder: Path, loss: Callable[[Tensor], Tensor], fails: Function | N
             sys.setprofile(before)
 
 
+@pytest.mark.timeout(300)
 def test_no_failure_of_a_probe_reaches_training(tmp_path: Path) -> None:
     tried: set[Function] = set()
     for loss in LOSSES.values():

@@ -15,6 +15,7 @@ from gradcheck_dist.diagnosis.steps.open_steps import BLIND, no_step
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict, merged, recorded_norms
 from gradcheck_dist.diagnosis.steps.units import unit_list
 from gradcheck_dist.events import AmpUnscale
+from gradcheck_dist.ledger.tracks import ParamKey
 from gradcheck_dist.trace.run import Run
 from gradcheck_dist.wording import numbered
 
@@ -29,7 +30,8 @@ def report_of(
 ) -> Report:
     """One finding a cause, what was covered and how it was compared; of `run` only what belongs to no single step."""
     findings = merged(verdicts)
-    coverage = covered(run, [verdict.held for verdict in verdicts])
+    references = frozenset[ParamKey]().union(*(verdict.references for verdict in verdicts))
+    coverage = covered(run, [verdict.held for verdict in verdicts], references)
     reasons = list(dict.fromkeys(reason for verdict in verdicts for reason in verdict.reasons))
     reasons += gaps([(verdict.context.step, verdict.held) for verdict in verdicts])
     reasons += _left_by_overflow(run)

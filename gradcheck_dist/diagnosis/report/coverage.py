@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Set
 
 from gradcheck_dist.diagnosis.finding import Coverage, MissingProbe, Unidentifiable
 from gradcheck_dist.diagnosis.weights.cells import Held
@@ -15,9 +16,10 @@ from gradcheck_dist.trace.run import Run, before_restart, unrecorded
 from gradcheck_dist.wording import numbered
 
 
-def coverage(run: Run, steps: list[list[Held]]) -> Coverage:
-    """What was seen of which parameter in the steps judged, and which probes could not hook."""
-    params = {param_key(p): p for trace in run.ranks.values() for p in trace.params.values() if p.requires_grad}
+def coverage(run: Run, steps: list[list[Held]], references: Set[ParamKey] = frozenset()) -> Coverage:
+    """What was seen of which parameter in the steps judged, `references` left out, and which probes could not hook."""
+    trained = (param for trace in run.ranks.values() for param in trace.params.values() if param.requires_grad)
+    params = {key: param for param in trained if (key := param_key(param)) not in references}
     judged = {held.param for step in steps for held in step}
     apart = {(stage, plain_name(name)) for stage, name in judged} - judged
     apart |= {copy for copy, first in ties(run).items() if first in judged | apart}

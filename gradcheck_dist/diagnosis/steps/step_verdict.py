@@ -112,7 +112,8 @@ class StepVerdict:
     `summed`: ranks of one batch were taken to train on the sum of their losses, though few copies say so.
     `writes` are the trainer's own lines that multiply gradients, by file, line and factor.
     `shapes` are those of the weights that findings concern, `made_of` what the names of their factors are made of.
-    `grad_norm` is that of the whole model before any clip, where it is known exactly."""
+    `grad_norm` is that of the whole model before any clip, where it is known exactly. `references` are parameters of
+    copies of the model that it was only compared with."""
 
     context: StepContext
     data: StepData
@@ -152,6 +153,7 @@ class StepVerdict:
     shapes: dict[Cause, Pattern] = field(default_factory=dict)
     made_of: dict[Cause, Powers] = field(default_factory=dict)
     grad_norm: float | None = None
+    references: frozenset[ParamKey] = frozenset()
 
     @property
     def errors(self) -> list[Finding]:

@@ -1,0 +1,30 @@
+"""What the losses of some passes count together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Set
+
+from gradcheck_dist.ledger.contributions import losses_of_rank
+from gradcheck_dist.ledger.tracks import Slot
+from gradcheck_dist.trace.run import Run
+
+Counted = tuple[int | None, int | None]
+"""(hash of the labels, tokens or elements) of one loss"""
+
+
+def losses_in(run: Run, step: int, rank: int, slots: Set[Slot]) -> list[Counted]:
+    """The losses of a rank's passes."""
+    events = [event for event in run.ranks[rank].events if event.step == step]
+    return [
+        (loss.label_hash if loss is not None else None, gradient.num_tokens or gradient.num_reduced)
+        for slot, pairs in losses_of_rank(events).items()
+        if slot in slots
+        for gradient, loss in pairs
+    ]
+
+
+def count(losses: Iterable[Counted]) -> int | None:
+    """Their tokens (or elements) together; None where there are none, or one counts nothing."""
+    counts = [number for _, number in losses]
+    known = [number for number in counts if number is not None]
+    return sum(known) if known and len(known) == len(counts) else None
