@@ -16,6 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from itertools import chain
 
 import numpy as np
 
@@ -73,6 +74,11 @@ def loss_by_loss(target: Aim, objective: str, data: StepData, measured: list[Hel
         return OwnMeans(target)
     own = own_weights(target, objective, losses.values())
     shares = {place: usual(measured, target.contributions, own, keys) for place, keys in losses.items()}
+    for place, keys in losses.items():
+        of_others = (reached for other, reached in touched.items() if other != place)
+        if touched[place].isdisjoint(chain.from_iterable(of_others)):
+            # What a model of its own is wrong by, a reduction that lacks, is no coefficient of its loss.
+            shares[place] = shares[place] if _all_weigh(shares[place], measured, target, own, keys) else 1.0
     lines = " and ".join(dict.fromkeys(place[1] or place[0] for place in map(_place, counted.values())))
     whole = all(abs(share - 1) <= SAME for share in shares.values())
     if trained_apart and not in_a_loop and whole:
@@ -92,6 +98,19 @@ def loss_by_loss(target: Aim, objective: str, data: StepData, measured: list[Hel
         "gradcheck_dist.mark_loss(loss_sum, num_tokens, term=..., coefficient=...) tells"
     )
     return OwnMeans(replace(target, expected=target.filled(scaled)), reasons=[reason])
+
+
+def _all_weigh(
+    share: float,
+    measured: list[Held],
+    target: Aim,
+    own: Mapping[ContributionKey, Fraction],
+    keys: Iterable[ContributionKey],
+) -> bool:
+    """Whether all weights of a loss are off by this factor, as far as they were measured."""
+    wanted = set(keys)
+    cells = (cell for held in judge(measured, target.contributions, dict(own)) for cell in held.cells)
+    return all(abs(cell.ratio - share) <= max(cell.margin, SAME * share) for cell in cells if cell.key in wanted)
 
 
 def _as_many_as_passes(losses: Mapping[Place, Iterable[ContributionKey]], shares: Mapping[Place, float]) -> str:
