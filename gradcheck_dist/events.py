@@ -339,6 +339,9 @@ CUDA_GRAPHS = "cuda_graphs"
 """What is told under this probe's name, as not active, is a step of which a part was replayed from a CUDA graph."""
 
 
+LATER_MODELS = "later_models"
+"""What is told under this probe's name, as not active, is an optimizer that steps parameters behind the last recorded
+step which no recorded one stepped."""
 THREADS = "threads"
 """What is told under this probe's name, as not active, is a step in which several threads trained at once."""
 TRAIN_AT_ONCE = "several threads of this process train at once: which passes belong to whose step is not known"

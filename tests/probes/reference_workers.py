@@ -89,6 +89,23 @@ def train(run_dir: str, reference: str, fault: str = "") -> float:
     return worst
 
 
+def train_one_after_the_other(run_dir: str, first: str, steps: str) -> None:
+    """A whole model on each rank for three steps, and DDP, which averages twice, for three others."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    every = [batch(of_rank, k) for of_rank in range(2) for k in range(PASSES)]
+    with attach(run_dir, objective="global-token-mean", steps=steps):
+        for kind in ("reference", "trainer") if first == "reference" else ("trainer", "reference"):
+            model = Net()
+            wrapped = DistributedDataParallel(model) if kind == "trainer" else model
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in range(3):
+                for part in every[PASSES * rank :][:PASSES] if kind == "trainer" else every:
+                    (entropy(wrapped, part) / tokens_of(every)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+
 def lose(run_dir: str) -> None:
     """Two of three passes are emptied, which have as many tokens as the third has on both ranks together."""
     dist.init_process_group("gloo")

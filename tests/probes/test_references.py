@@ -69,6 +69,19 @@ def test_a_reference_beside_shards_by_hand(tmp_path: Path, stepped: bool, fault:
     assert [one.code for one in report.findings] == FOUND[fault] and tells(report)
 
 
+@pytest.mark.parametrize(("first", "steps"), [("reference", "0:2"), ("reference", "3:5"), ("trainer", "0:2")])
+def test_what_is_trained_behind_a_reference_is_told_and_judged_where_it_is_recorded(
+    tmp_path: Path, first: str, steps: str
+) -> None:
+    launch("reference_workers:train_one_after_the_other", (str(tmp_path), first, steps), 2, timeout_s=60)
+    report = diagnose(read_run(tmp_path))
+    if (first, steps) == ("reference", "0:2"):
+        assert report.verdict == "undetermined"
+        assert any("SGD steps 5 parameters" in one and "--steps 3:6 records it" in one for one in report.reasons)
+    else:
+        assert [one.code for one in report.findings] == ["GS101"]
+
+
 def test_another_model_that_nobody_reduces_is_no_reference(tmp_path: Path) -> None:
     report, _ = ranks(tmp_path / "run", "another model")
     assert [one.code for one in report.findings] == ["GS103"] and not tells(report)

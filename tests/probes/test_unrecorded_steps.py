@@ -91,6 +91,15 @@ def test_a_recorded_window_that_is_short_is_told_by_the_passes_of_the_others(tmp
     assert "--steps 0:1" in (found.suggested_experiment or "")
 
 
+def test_two_steps_in_a_row_are_no_short_windows(tmp_path: Path) -> None:
+    """What others do is of another phase, or of another model."""
+    with gradcheck_dist.attach(tmp_path / "run", steps={4, 5}):
+        train((3, 3, 3, 3, 2, 2))
+    (found,) = gradcheck_dist.diagnose(tmp_path / "run").findings
+    assert found.factor.observed == pytest.approx(2 / 3)
+    assert "window" not in found.explanation
+
+
 def test_a_short_window_that_divides_by_its_own_passes_is_clean(tmp_path: Path) -> None:
     assert judged(tmp_path / "run", {3}, WINDOWS).verdict == "clean"
 

@@ -51,6 +51,8 @@ NO_DISTRIBUTION_SAYS = (
 )
 RECORD_WHOLE = "Record a whole optimizer step and judge again."
 SAYS = {
+    "behind the recorded steps": "Record these steps as well; where what was recorded is only a reference, these "
+    "alone.",
     NOT_EMPTIED: "Call optimizer.zero_grad() after every scaler.step(), also where it skips the step.",
     ALL_SKIPPED: "Record later steps, when the loss scale has come down: --steps 10:13 records these three.",
     FORBIDDEN: "Make the traces readable (chmod a+rX), or judge the run as the user who recorded it.",

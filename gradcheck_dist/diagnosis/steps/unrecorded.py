@@ -82,9 +82,10 @@ def tell_unlike(passes: Passes) -> list[str]:
 def tell_unusual(verdicts: Sequence[StepVerdict], passes: Passes) -> None:
     """Lay a step's only finding, on all of its weights, to a loss that divides by the usual number of passes, where no
     judged step has that and the factor is exactly that of both numbers. What was found stays as another candidate.
-    Lines that scale gradients by hand keep what was laid to them."""
+    Lines that scale gradients by hand keep what was laid to them. No epoch ends in two steps, one behind the other:
+    other passes are of another phase then, or of another model."""
     usual = passes.usual
-    if usual is None or usual in passes.judged.values():
+    if usual is None or usual in passes.judged.values() or any(one + 1 in passes.judged for one in passes.judged):
         return
     for verdict in verdicts:
         begun = passes.judged.get(verdict.context.step, usual)

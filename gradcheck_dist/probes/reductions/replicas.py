@@ -11,6 +11,8 @@ before is counted.
 
 An optimizer that steps copies of its own (float32 beside bfloat16) changes no parameter itself. Where parameters are
 found to hold what it left in its copies, it is the optimizer that changed them.
+
+Who looks on also sees another model that is trained later: a reference on one process often comes first.
 """
 
 from __future__ import annotations
@@ -27,13 +29,14 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from gradcheck_dist.events import Replica
+from gradcheck_dist.events import LATER_MODELS, Replica
 from gradcheck_dist.probes.backward import autograd
 from gradcheck_dist.probes.parameters.plans import ParamInfo
 from gradcheck_dist.probes.recording.dynamo import untraced
 from gradcheck_dist.probes.recording.patching import Patches
 from gradcheck_dist.probes.recording.recorder import Recorder, guarded
 from gradcheck_dist.probes.recording.world import several_ranks
+from gradcheck_dist.wording import plural
 
 MAX_PARAMS = 8
 MAX_VALUES = 16
@@ -73,6 +76,8 @@ class Replicas:
         self.pickled = 0  # calls of functions that move objects, one inside of another
         self._moved_before = 0  # up to the last change
         self._left_values: Tensor | None = None
+        self._stepped: set[int] = set()  # ids of parameters that optimizers stepped in recorded steps
+        self._others: set[int] = set()  # ids of optimizers that were told
 
     def watch(self, patches: Patches) -> None:
         """Count what collectives move."""
@@ -112,8 +117,10 @@ class Replicas:
             self._begun = recorder.step
             self._note(after=False)
 
-    def is_over(self) -> None:
+    def is_over(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has stepped."""
+        if self.recorder.sampling:
+            self._stepped.update(map(id, _params(optimizer)))
         if self.recorder.sampling and self._begun == self.recorder.step:
             self._note(after=True)
 
@@ -124,7 +131,8 @@ class Replicas:
     def look_on(self, patches: Patches) -> None:
         """Stay behind the recorded steps, as the only probe."""
 
-        def before(*_: Any) -> None:
+        def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            another(self.recorder, self, optimizer)
             if self.num_changes < MAX_CHANGES:
                 look(self.recorder, self, False)
 
@@ -136,6 +144,18 @@ class Replicas:
         patches.on_restore(register_optimizer_step_post_hook(untraced(after)).remove)
         if dist.is_available():
             self.watch(patches)
+
+    def tell_another(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to step: of parameters that no recorded step stepped?"""
+        if id(optimizer) in self._others:
+            return
+        self._others.add(id(optimizer))
+        params = _params(optimizer)
+        if params and self._stepped and self._stepped.isdisjoint(map(id, params)):
+            step = self._begun + 1 + self._later
+            words = f"behind the recorded steps {type(optimizer).__name__} steps {plural(len(params), 'parameter')}"
+            words += f" that none of these trained, first at step {step} (--steps {step}:{step + 3} records it)"
+            self.recorder.status(LATER_MODELS, False, words)
 
     def look(self, after: bool) -> None:
         values = self._values(copies=after)
@@ -229,8 +249,8 @@ def install(recorder: Recorder, patches: Patches) -> None:
     def begin(recorder: Recorder, *_: Any) -> None:
         begun(recorder, replicas)
 
-    def after(*_: Any) -> None:
-        over(recorder, replicas)
+    def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        over(recorder, replicas, optimizer)
 
     if dist.is_available():
         replicas.watch(patches)
@@ -245,8 +265,13 @@ def begun(recorder: Recorder, replicas: Replicas) -> None:
 
 
 @guarded("replicas")
-def over(recorder: Recorder, replicas: Replicas) -> None:
-    replicas.is_over()
+def over(recorder: Recorder, replicas: Replicas, optimizer: torch.optim.Optimizer) -> None:
+    replicas.is_over(optimizer)
+
+
+@guarded("replicas")
+def another(recorder: Recorder, replicas: Replicas, optimizer: torch.optim.Optimizer) -> None:
+    replicas.tell_another(optimizer)
 
 
 @guarded("replicas")
@@ -262,6 +287,11 @@ def count(_: Recorder, replicas: Replicas, group: dist.ProcessGroup, args: tuple
 @guarded("replicas")
 def look(recorder: Recorder, replicas: Replicas, after: bool) -> None:
     replicas.look(after)
+
+
+def _params(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """The parameters that an optimizer steps now."""
+    return [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
 
 
 def _tensors(args: Any) -> Iterator[Tensor]:
