@@ -26,6 +26,7 @@ from gradcheck_dist.diagnosis.finding import Finding
 from gradcheck_dist.diagnosis.losses import samples
 from gradcheck_dist.diagnosis.losses.aim import Aim
 from gradcheck_dist.diagnosis.losses.repeated import weighing_or_gone
+from gradcheck_dist.diagnosis.losses.returned import perhaps_gone
 from gradcheck_dist.diagnosis.losses.tasks import without_combined
 from gradcheck_dist.diagnosis.losses.terms import judge_terms
 from gradcheck_dist.diagnosis.losses.terms_apart import term_weights
@@ -75,7 +76,7 @@ from gradcheck_dist.ledger.handed_on import changed_on_the_way, hands_on
 from gradcheck_dist.ledger.hooked import told_hooks
 from gradcheck_dist.ledger.loss_backwards import own_backwards, words_of
 from gradcheck_dist.ledger.mixed_labels import mixed_labels
-from gradcheck_dist.ledger.references import without_references
+from gradcheck_dist.ledger.references import without_emptied, without_references
 from gradcheck_dist.ledger.several_terms import several_terms
 from gradcheck_dist.ledger.summed_losses import summed_losses
 from gradcheck_dist.ledger.vocabulary_shards import unlike_shards
@@ -113,6 +114,10 @@ def judge_step(run: Run, step: int, objective: str, objective_from: str) -> Step
     """Judge one optimizer step."""
     read = without_references(run, step)
     verdict = Judge(read.run, step, objective, objective_from).assuming(Assumed())
+    if verdict.findings or verdict.reasons:
+        left = without_emptied(read, step, perhaps_gone(verdict.held, verdict.data, verdict.contributions))
+        if left is not read:
+            read, verdict = left, Judge(left.run, step, objective, objective_from).assuming(Assumed())
     verdict.references = read.params
     verdict.remarks += read.remarks
     return verdict

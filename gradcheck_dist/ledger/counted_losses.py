@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable
 
 from gradcheck_dist.ledger.contributions import losses_of_rank
 from gradcheck_dist.ledger.tracks import Slot
@@ -12,15 +12,16 @@ Counted = tuple[int | None, int | None]
 """(hash of the labels, tokens or elements) of one loss"""
 
 
-def losses_in(run: Run, step: int, rank: int, slots: Set[Slot]) -> list[Counted]:
-    """The losses of a rank's passes."""
+def losses_by_pass(run: Run, step: int, rank: int) -> dict[Slot, list[Counted]]:
+    """The losses of each of a rank's passes."""
     events = [event for event in run.ranks[rank].events if event.step == step]
-    return [
-        (loss.label_hash if loss is not None else None, gradient.num_tokens or gradient.num_reduced)
+    return {
+        slot: [
+            (loss.label_hash if loss is not None else None, gradient.num_tokens or gradient.num_reduced)
+            for gradient, loss in pairs
+        ]
         for slot, pairs in losses_of_rank(events).items()
-        if slot in slots
-        for gradient, loss in pairs
-    ]
+    }
 
 
 def count(losses: Iterable[Counted]) -> int | None:

@@ -1,19 +1,20 @@
 """Passes through the model itself with all that the step is given, whose gradients are kept aside and emptied.
 
 The other way to have a reference (ledger/references.py): one rank, or each, differentiates all ranks' tokens, clones
-the gradients and calls `zero_grad` before the step's own passes. Lost passes look like that, but their gradients are
+the gradients and empties `.grad` before the step's own passes. Lost passes look like that, but their gradients are
 those of each rank's own batches. Of one process nothing but the gradient tells: that of the same tokens has its
 direction.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from itertools import takewhile
 
 import numpy as np
 
 from gradcheck_dist.events import Backward, OptimizerStep, ZeroGrad
-from gradcheck_dist.ledger.counted_losses import count, losses_in
+from gradcheck_dist.ledger.counted_losses import count, losses_by_pass
 from gradcheck_dist.ledger.tracks import Slot, StepData, step_data
 from gradcheck_dist.trace.reader import RankTrace
 from gradcheck_dist.trace.run import Run
@@ -24,33 +25,47 @@ Slots = Mapping[int, frozenset[Slot]]
 """By rank"""
 
 
-def emptied_references(run: Run, step: int) -> dict[int, frozenset[Slot]]:
-    """The passes of each rank that are such; none where other ranks' show nothing of it."""
-    first = {rank: _before_emptied(trace, step) for rank, trace in run.ranks.items()}
-    first = {rank: slots for rank, slots in first.items() if slots}
-    if not first:
+def emptied_references(run: Run, step: int, perhaps: Slots) -> dict[int, frozenset[Slot]]:
+    """Of the passes of each rank of which `perhaps` nothing was left, those that are such: as many as come first."""
+    if not any(perhaps.values()):
         return {}
     every = {rank: _slots(trace, step) for rank, trace in run.ranks.items()}
-    rest = {rank: slots - first.get(rank, frozenset()) for rank, slots in every.items()}
-    whole = count(one for rank, slots in rest.items() for one in losses_in(run, step, rank, slots))
-    if whole is None or not all(rest.values()):
-        return {}
-    if any(count(losses_in(run, step, rank, slots)) != whole for rank, slots in first.items()):
-        return {}
-    data = step_data(run, step)
-    alike = _alike(data, first) and not _alike(data, rest) if len(run.ranks) > 1 else _parallel(data, first, rest)
-    return first if alike else {}
+    first = {rank: list(takewhile(perhaps.get(rank, frozenset()).__contains__, slots)) for rank, slots in every.items()}
+    counts = {rank: _counts(run, step, rank, slots) for rank, slots in every.items()}
+    for num in range(max(map(len, first.values()), default=0), 0, -1):
+        chosen = {rank: frozenset(slots[:num]) for rank, slots in first.items() if len(slots) >= num}
+        rest = {rank: frozenset(slots) - chosen.get(rank, frozenset()) for rank, slots in every.items()}
+        whole = _sum(counts[rank][slot] for rank, slots in rest.items() for slot in slots)
+        given = {_sum(counts[rank][slot] for slot in slots) for rank, slots in chosen.items()}
+        if whole is not None and given == {whole} and all(rest.values()) and _tells(step_data(run, step), chosen, rest):
+            return chosen
+    return {}
 
 
-def _slots(trace: RankTrace, step: int) -> frozenset[Slot]:
-    return frozenset(
-        (event.accumulation_step, event.microbatch)
-        for event in trace.events
-        if isinstance(event, Backward) and event.step == step and event.params is not None
-    )
+def _counts(run: Run, step: int, rank: int, slots: Iterable[Slot]) -> dict[Slot, int | None]:
+    by_pass = losses_by_pass(run, step, rank)
+    return {slot: count(by_pass.get(slot, ())) for slot in slots}
 
 
-def _before_emptied(trace: RankTrace, step: int) -> frozenset[Slot]:
+def _sum(counts: Iterable[int | None]) -> int | None:
+    numbers = list(counts)
+    known = [number for number in numbers if number is not None]
+    return sum(known) if known and len(known) == len(numbers) else None
+
+
+def _tells(data: StepData, first: Slots, rest: Slots) -> bool:
+    """Whether these passes' gradients are those of what the others have on all ranks, as far as gradients tell."""
+    return _alike(data, first) and not _alike(data, rest) if len(data.events) > 1 else _parallel(data, first, rest)
+
+
+def _slots(trace: RankTrace, step: int) -> list[Slot]:
+    """A rank's passes in order."""
+    passes = [one for one in trace.events if isinstance(one, Backward) and one.step == step and one.params is not None]
+    in_order = sorted(passes, key=lambda one: one.seq)
+    return list(dict.fromkeys((one.accumulation_step, one.microbatch) for one in in_order))
+
+
+def before_emptied(trace: RankTrace, step: int) -> frozenset[Slot]:
     """The passes of which an optimizer's or module's zero_grad leaves nothing, before others come."""
     slots: list[tuple[Slot, set[int]]] = []
     found: frozenset[Slot] = frozenset()

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 from gradcheck_dist.events import Backward, OptimizerStep, Param, Reduce
-from gradcheck_dist.ledger.counted_losses import Counted, count, losses_in
-from gradcheck_dist.ledger.emptied_references import emptied_references
+from gradcheck_dist.ledger.counted_losses import Counted, count, losses_by_pass
+from gradcheck_dist.ledger.emptied_references import Slots, before_emptied, emptied_references
 from gradcheck_dist.ledger.repeated_batches import same_gradients
 from gradcheck_dist.ledger.tracks import ParamKey, Slot, param_key, step_data
 from gradcheck_dist.ledger.without_passes import without_passes
@@ -57,7 +57,12 @@ class _Model:
 def without_references(run: Run, step: int) -> References:
     """The run as the engine is to read it in one step."""
     found = _without_models(run, step)
-    emptied = emptied_references(found.run, step)
+    return without_emptied(found, step, {rank: before_emptied(trace, step) for rank, trace in found.run.ranks.items()})
+
+
+def without_emptied(found: References, step: int, gone: Slots) -> References:
+    """The same, and without passes of which nothing was left, where these are references."""
+    emptied = emptied_references(found.run, step, gone)
     if not emptied:
         return found
     sites = {
@@ -229,7 +234,8 @@ def _matching(cut: Counter[Shape], full: Counter[Shape], ratio: float) -> dict[S
 
 
 def _losses(run: Run, step: int, model: _Model) -> list[Counted]:
-    return losses_in(run, step, model.rank, model.slots)
+    by_pass = losses_by_pass(run, step, model.rank)
+    return [loss for slot, losses in by_pass.items() if slot in model.slots for loss in losses]
 
 
 def _counts(run: Run, step: int, judged: Iterable[_Model]) -> set[int]:

@@ -56,11 +56,14 @@ def train(run_dir: str, reference: str, fault: str = "") -> float:
             for optimizer in optimizers:
                 optimizer.zero_grad()
             wanted: list[Tensor] = []
-            if reference == "itself":
+            if reference.startswith("itself"):
                 for part in every:
                     (entropy(model, part) / num_tokens).backward()
                 wanted = [param.grad.clone() for param in model.parameters() if param.grad is not None]
-                optimizers[0].zero_grad()
+                for param in model.parameters() if reference == "itself, emptied by hand" else ():
+                    param.grad = None
+                if reference == "itself":
+                    optimizers[0].zero_grad()
             scale = 1 if fault == "averaged twice" or wrapped is model else world
             scale *= PASSES if fault == "not divided" else 1
             for part in data[rank]:
@@ -74,7 +77,7 @@ def train(run_dir: str, reference: str, fault: str = "") -> float:
             elif reference == "asked":
                 whole = sum((entropy(other, part) for part in every), torch.zeros(())) / num_tokens
                 wanted = list(torch.autograd.grad(whole, list(other.parameters())))
-            elif reference != "itself" and (reference != "on one rank" or rank == 0):
+            elif not reference.startswith("itself") and (reference != "on one rank" or rank == 0):
                 for part in every:
                     (loss_of(other, part) / num_tokens).backward()
                 wanted = [param.grad for param in other.parameters() if param.grad is not None]
@@ -82,7 +85,7 @@ def train(run_dir: str, reference: str, fault: str = "") -> float:
                 assert param.grad is not None
                 worst = max(worst, float((param.grad - gradient).abs().max() / gradient.abs().max()))
             optimizers[0].step()
-            if reference not in ("differentiated", "asked", "itself"):
+            if reference not in ("differentiated", "asked") and not reference.startswith("itself"):
                 optimizers[1].step()
             else:
                 other.load_state_dict(model.state_dict())

@@ -7,7 +7,7 @@ Where some of a line's passes weigh something, the rest of them were lost.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -80,3 +80,15 @@ def arrived(measured: Iterable[Held]) -> set[ContributionKey]:
             key for key, there in zip(held.replay.basis.keys, np.abs(held.observed) > least, strict=True) if there
         }
     return found
+
+
+def perhaps_gone(
+    measured: Sequence[Held], data: StepData, contributions: Contributions
+) -> dict[int, frozenset[tuple[int, int]]]:
+    """By rank, the passes of which surely nothing is in any gradient, or of which it is not known: those of one batch
+    are not told from one another."""
+    every = {key for held in measured for key in held.replay.basis.keys}
+    slots: dict[int, set[tuple[int, int]]] = defaultdict(set)
+    for coordinate, k, m in every - arrived(measured):
+        slots[coordinate].add((k, m))
+    return {rank: frozenset(slots[contributions.coordinate.get(rank, rank)]) for rank in data.events}
