@@ -56,6 +56,7 @@ class Parted:
         matrices = Counter((stage, module_of(name)) for (stage, name), of_rank in params.items()
                            if (stage, name) in self._parts and _is_matrix(_first(of_rank)))  # fmt: skip
         self._of_several = {module for module, number in matrices.items() if number > 1}
+        self._rows = self._rows_of_modules()
         copies = [_first(of_rank) for key, of_rank in params.items() if self._are_copies(key)]
         parted = [_first(params[key]) for key in self._parts]
         self._whole = _whole_sizes(parted, copies)
@@ -75,8 +76,29 @@ class Parted:
         if said == {True}:
             ways = {tuple(sorted(tuple(sorted(part)) for part in sets)) for sets in self._parts.values()}
             return self._parts[weight] if weight else [set(part) for part in ways.pop()] if len(ways) == 1 else []
+        rows, holders = self._rows.get((key[0], module_of(key[1])), (0, []))
+        if _first(of_rank).start is None and _first(of_rank).shape[:1] == (rows,):
+            return [set(part) for part in holders]
         own = sizes_of(_first(self._params[weight])) - self._whole if weight else set()
         return self._parts[weight] if weight and len(own) == 1 and own & sizes_of(_first(of_rank)) else []
+
+    def _rows_of_modules(self) -> dict[ParamKey, tuple[int, list[set[int]]]]:
+        """Of modules whose parted tensors have several shapes, and in common their number of rows alone: that number,
+        and who holds which. Each rank has things of its own there (points, objects), a row of each tensor a thing; ways
+        to part matrices have no such number, for they part rows of some and columns of others."""
+        of_module: dict[ParamKey, list[ParamKey]] = {}
+        for stage, name in self._parts:
+            of_module.setdefault((stage, module_of(name)), []).append((stage, name))
+        found = {}
+        for module, keys in of_module.items():
+            shapes = {tuple(_first(self._params[key]).shape) for key in keys}
+            rows = {shape[:1] for shape in shapes}
+            common = set.intersection(*(set(shape) - {1} for shape in shapes))
+            if len(shapes) > 1 and len(rows) == len(common) == 1 and rows == {tuple(common)}:
+                sets = self._parts[keys[0]]
+                if all(self._parts[key] == sets for key in keys):
+                    found[module] = (common.pop(), sets)
+        return found
 
     def _is_another_layer(self, key: ParamKey, weight: ParamKey) -> bool:
         """Whether a parameter belongs to none of the parted matrices that one module holds by itself, as attention may

@@ -21,6 +21,7 @@ from gradcheck_dist.diagnosis.steps.open_steps import (
     FEW_SAMPLES,
     NONE_ASKED_FOR,
     NOT_FINITE,
+    OF_THEIR_OWN,
     PARTS,
     UNCOUNTED,
     UNMADE,
@@ -120,6 +121,10 @@ SAYS = {
     UNMADE: "Record from the first step on (--steps 0:3). Gradients that are computed by hand, or by torch.func, are "
     "not judged: compare them once with those of loss.backward() on the same batch.",
     FEW_SAMPLES: LARGER_SAMPLE,
+    OF_THEIR_OWN: "Nothing to do where each rank holds its own part of one model, and what comes back through "
+    "activations is divided as is meant; else hold copies, and reduce their gradients.",
+    "hold different models and share no gradient": "Nothing to do where ranks are to train models of their own, or "
+    "hold parts of one; else broadcast it before the first step, and reduce gradients over all ranks.",
     "is empty (None or zeros) when the optimizer comes": "Nothing to do where these layers are to be frozen; else look "
     "what the lines behind that one do to their `.grad`.",
     "are not to count, that is meant": "Nothing to do where such ranks are not to count; else divide by all ranks.",

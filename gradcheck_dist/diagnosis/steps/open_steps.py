@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from fractions import Fraction
 from math import isfinite
 
@@ -34,7 +34,7 @@ from gradcheck_dist.events import (
     Unrecorded,
 )
 from gradcheck_dist.ledger.contributions import UNKNOWN, ContributionKey, Contributions, losses_of_rank, slots_of_rank
-from gradcheck_dist.ledger.tracks import StepData
+from gradcheck_dist.ledger.tracks import ParamKey, StepData
 from gradcheck_dist.trace.run import Run
 from gradcheck_dist.trace.store import FORBIDDEN
 from gradcheck_dist.wording import numbered, plural
@@ -56,6 +56,7 @@ NOT_FINITE = "are infinite or not a number"
 UNREADABLE = "gave nothing that can be read"
 UNMADE = "that no recorded backward pass of the step made"
 FEW_SAMPLES = "cannot be told from the samples"
+OF_THEIR_OWN = "hold parameters of their own alone"
 NONE_ASKED_FOR = "none of which was to be recorded"
 BLIND = "losses went backward, and no gradient of a parameter was seen: not judged"
 REPLAYED = "was replayed from a CUDA graph, where no probe sees it: record steps before the capture (`--steps`)"
@@ -279,14 +280,22 @@ def unseen(
             for rank in one.ranks:
                 seen[one.param[0], rank] |= told
     missing = {
-        key
+        (rank, key)
         for (_, rank), keys in seen.items()
         for key in expected
         if key not in keys and (own is None or key[0] in own.get(rank, ()))
     }
     if not missing:
         return []
-    shown = in_short([f"(data rank {d}, accumulation step {k}, microbatch {m})" for d, k, m in sorted(missing)])
+    lacking = {rank for rank, _ in missing}
+    if _hold_nothing_in_common(held, lacking):
+        return [
+            f"{numbered('rank', lacking)} {OF_THEIR_OWN}: what others' losses weigh there comes through activations, "
+            "if at all, and is not told apart. If they are meant to train one model, broadcast it before the first "
+            "step and reduce gradients over all ranks"
+        ]
+    shown = in_short([f"(data rank {d}, accumulation step {k}, microbatch {m})"
+                      for d, k, m in sorted({key for _, key in missing})])  # fmt: skip
     return [f"the weight of contribution {shown} {FEW_SAMPLES}"]
 
 
@@ -318,6 +327,14 @@ def uncounted(held: list[Held], data: StepData, coordinate: dict[int, int]) -> l
         f"gradients of {plural(len(alone), 'parameter')} ({in_short(sorted(name for _, name in alone))}) come only "
         f"from {UNCOUNTED}"
     ]
+
+
+def _hold_nothing_in_common(held: Sequence[Held], ranks: Collection[int]) -> bool:
+    """Whether several ranks hold no parameter that any other rank holds."""
+    holders: dict[ParamKey, set[int]] = defaultdict(set)
+    for one in held:
+        holders[one.param] |= set(one.ranks)
+    return len(ranks) > 1 and all(len(on) == 1 for on in holders.values() if not on.isdisjoint(ranks))
 
 
 def foreign(run: Run, data: StepData) -> list[str]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from torch import Tensor
 
 from gradcheck_dist.probes.parameters.registry import ParamInfo
 from gradcheck_dist.probes.recording.recorder import Recorder
+
+NEW_LISTENERS: list[Callable[[Recorder], None]] = []
+"""Called where parameters turned up that no module has shown."""
 
 
 def params_of(recorder: Recorder, params: Iterable[Tensor], *, owner: bool = False) -> list[ParamInfo]:
@@ -17,7 +20,11 @@ def params_of(recorder: Recorder, params: Iterable[Tensor], *, owner: bool = Fal
     if found is not None:
         return found
     registry.adopt(params, owner=owner)
+    num_known = len(registry.infos())
     infos = [registry.read_by_optimizer(param) or _unnamed(recorder, param) for param in params]
+    if len(registry.infos()) > num_known:
+        for listener in NEW_LISTENERS:
+            listener(recorder)
     return registry.answered(params, infos, owner=owner)
 
 

@@ -2,8 +2,8 @@
 
 Tensors of one name and one shape may be copies, and share one gradient, or shards and experts, and share none. Their
 gradients do not tell which, their values do. They are read when a backward pass begins, when whatever is broadcast,
-loaded or made lazily is in place, and again when an optimizer has stepped, for values may be moved apart during a step
-on purpose (a perturbation that is taken back).
+loaded or made lazily is in place, or as an optimizer shows them that no module has shown, and again when an optimizer
+has stepped, for values may be moved apart during a step on purpose (a perturbation that is taken back).
 
 Experts that were drawn from one seed begin alike, as copies do. What tells them is where they stand: they are called
 between two exchanges of activations (all-to-all), and nothing that ranks share is called there.
@@ -24,6 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gradcheck_dist.events import ParamValues
 from gradcheck_dist.probes.backward import autograd
+from gradcheck_dist.probes.optimizers.params import NEW_LISTENERS
 from gradcheck_dist.probes.parameters.registry import ParamInfo
 from gradcheck_dist.probes.recording.dynamo import untraced
 from gradcheck_dist.probes.recording.patching import Patches
@@ -63,10 +64,15 @@ class Copies:
                 self._places.setdefault(id(param), self._num_exchanges)
 
     def begins(self) -> None:
-        """A backward pass begins: look at the parameters that are new."""
+        """A backward pass begins."""
+        if self.look():
+            self._num_exchanges = 0
+
+    def look(self) -> bool:
+        """Look at the parameters that are new, if anybody asks."""
         recorder = self.recorder
         if not recorder.sampling or not several_ranks():
-            return
+            return False
         if self._step != recorder.step:
             self._step, self._new = recorder.step, []
         infos = recorder.registry.infos()
@@ -75,7 +81,7 @@ class Copies:
             found = [info for info in new if info.param.requires_grad and _local(info) is not None]
             self._new += found
             self._look(found, after=False)
-        self._num_exchanges = 0
+        return True
 
     def is_over(self) -> None:
         """An optimizer has stepped."""
@@ -143,6 +149,12 @@ def install(recorder: Recorder, patches: Patches) -> None:
     patches.on_restore(lambda: autograd.OPEN_LISTENERS.remove(begin))
     patches.on_restore(register_optimizer_step_post_hook(untraced(after)).remove)
 
+    def shown(recorder: Recorder) -> None:
+        look(recorder, copies)
+
+    NEW_LISTENERS.append(shown)
+    patches.on_restore(lambda: NEW_LISTENERS.remove(shown))
+
 
 @guarded("copies")
 def exchanged(
@@ -161,6 +173,11 @@ def called(recorder: Recorder, copies: Copies, module: nn.Module) -> None:
 @guarded("copies")
 def begun(recorder: Recorder, copies: Copies) -> None:
     copies.begins()
+
+
+@guarded("copies")
+def look(recorder: Recorder, copies: Copies) -> None:
+    copies.look()
 
 
 @guarded("copies")
