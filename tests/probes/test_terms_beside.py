@@ -183,3 +183,23 @@ def test_a_term_is_found_behind_the_outputs_of_a_ddp_module(tmp_path: Path) -> N
     report = diagnose(read_run(tmp_path / "run"))
     assert (report.verdict, report.findings) == ("clean", [])
     assert any("mean weighs 0.01 in each of 3 passes, together 0.03" in one for one in report.coverage.notes)
+
+
+@pytest.mark.parametrize("number", [0.4, 2.0, 3.0])
+def test_one_number_before_each_of_several_losses_may_be_their_coefficient(tmp_path: Path, number: float) -> None:
+    """A contrastive loss both ways, each times twice its temperature; also as many times as there are passes."""
+    report = run_of(tmp_path / "run", lambda x, _: (number * main(x) + number * main(-x)) / STEPS)
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    (reason,) = report.reasons
+    assert f"adds up 2 losses, with {number:g} x before the mean of each" in reason
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda x, _: (main(x) + main(-x)) * 0.4 / STEPS,
+        lambda x, k: (0.4 + 0.4 * (k == 1)) * (main(x) + main(-x)) / STEPS,
+    ],
+)
+def test_another_number_than_theirs_is_accused_all_the_same(tmp_path: Path, loss: Loss) -> None:
+    assert [finding.code for finding in run_of(tmp_path / "run", loss).findings] in (["GS303"], ["GS000"])

@@ -32,6 +32,14 @@ def coefficient(case: Case, data: StepData) -> str | None:
             "tokens: right where these are tasks of their own, too much where they are parts of one batch. "
             "gradcheck_dist.mark_loss(loss_sum, num_tokens, term=..., coefficient=...) on each task tells"
         )
+    if number := _before_each(case):
+        num = case.pattern.factor / number
+        return (
+            f"each backward pass adds up {num:g} losses, with {number:g} x before the mean of each, which weigh "
+            f"{case.pattern.factor:.6g} times as much as one mean over all their tokens: right where these are tasks "
+            "of their own with that coefficient. gradcheck_dist.mark_loss(loss_sum, num_tokens, term=..., "
+            "coefficient=...) on each task tells"
+        )
     if times := _counted_as_one(case, data):
         return (
             f"each backward pass adds up several losses, of {times:.6g} times as many tokens as the largest of them, "
@@ -63,7 +71,9 @@ def _may_be_meant(case: Case, data: StepData) -> bool:
     if all(c.loss is not None and c.loss.op == SOFT_TARGETS for c in counted):
         # Distillation is multiplied by the temperature's square, and more.
         return not _adds_up_means(case, data) or _by_temperature(case, data)
-    return bool(_added(case)) or _labels_alone(case) or _beside_others(case) or bool(_counted_as_one(case, data))
+    if _added(case) or _before_each(case) or _labels_alone(case):
+        return True
+    return _beside_others(case) or bool(_counted_as_one(case, data))
 
 
 def _adds_up_means(case: Case, data: StepData) -> bool:
@@ -163,6 +173,23 @@ def _added(case: Case) -> float:
     calls = [one.num_losses for one in case.context.contributions.by_key.values()]
     num = sum(calls) / max(len(calls), 1)
     return num if num > 1 and abs(case.pattern.factor / num - 1) <= max(SAME, case.pattern.tolerance) else 0.0
+
+
+def _before_each(case: Case) -> float:
+    """The number that each of several losses of a pass is multiplied by in their sum, as a contrastive loss is by its
+    temperature, where all weights are right but for it, and for the number of losses. 0 where that is not so."""
+    counted = case.context.contributions.by_key.values()
+    numbers = set[float]()
+    for one in counted:
+        gradient = one.gradient
+        if one.num_losses < 2 or gradient is None or not gradient.whole:
+            return 0.0
+        before = gradient.weight * (gradient.num_tokens or 0) / gradient.whole
+        numbers |= {value for value in gradient.multipliers or () if value is not None and same(value, before)}
+    number = numbers.pop() if len(numbers) == 1 else 0.0
+    total = number * sum(one.num_losses for one in counted) / max(len(counted), 1)
+    right = number and not same(number, 1) and total
+    return number if right and abs(case.pattern.factor / total - 1) <= max(SAME, case.pattern.tolerance) else 0.0
 
 
 def _counted_as_one(case: Case, data: StepData) -> float:
