@@ -11,6 +11,7 @@ from gradcheck_dist.diagnosis.losses.elements import DECLARE
 from gradcheck_dist.diagnosis.losses.marked import ASIDE, ON_THE_WAY
 from gradcheck_dist.diagnosis.losses.terms_apart import NO_COUNT_TELLS
 from gradcheck_dist.diagnosis.open_cases.own_parameters import ONE_SEED
+from gradcheck_dist.diagnosis.open_cases.parted_heads import PARTED
 from gradcheck_dist.diagnosis.open_cases.stepped_again import AGAIN
 from gradcheck_dist.diagnosis.steps.changed_in import LINES
 from gradcheck_dist.diagnosis.steps.hand_clip import AS_EVER
@@ -121,6 +122,7 @@ SAYS = {
     UNMADE: "Record from the first step on (--steps 0:3). Gradients that are computed by hand, or by torch.func, are "
     "not judged: compare them once with those of loss.backward() on the same batch.",
     FEW_SAMPLES: LARGER_SAMPLE,
+    PARTED: "Nothing to do where these are each rank's own part; else reduce their gradients as the others'.",
     OF_THEIR_OWN: "Nothing to do where each rank holds its own part of one model, and what comes back through "
     "activations is divided as is meant; else hold copies, and reduce their gradients.",
     "hold different models and share no gradient": "Nothing to do where ranks are to train models of their own, or "

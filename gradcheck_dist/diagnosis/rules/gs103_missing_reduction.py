@@ -42,6 +42,7 @@ from gradcheck_dist.diagnosis.causes.alone import divides_alone, reduced_alone
 from gradcheck_dist.diagnosis.causes.case import Case
 from gradcheck_dist.diagnosis.causes.culprit import kind_of
 from gradcheck_dist.diagnosis.finding import Factor
+from gradcheck_dist.diagnosis.open_cases.parted_heads import undoing_gathers
 from gradcheck_dist.diagnosis.weights.cells import Cell, Held
 from gradcheck_dist.diagnosis.weights.context import StepContext
 from gradcheck_dist.events import AFTER, BEFORE, DATA_PARALLEL, Backward, Event, OptimizerStep, Reduce
@@ -254,8 +255,9 @@ def _uncounted(facts: StepFacts) -> Iterator[Remark]:
         others = [size for size, key in zip(sizes, keys, strict=True) if key[0] != place.get(held.rank)]
         if own and others and min(own) > 0 and max(others) <= 1e-3 * min(own):
             missing.append(held)
-    if not missing:
-        return
+    together = {rank for held in missing for rank in held.ranks}
+    if not missing or any(together <= set(one.ranks) for one in undoing_gathers(facts.data)):
+        return  # parts of a head that were drawn from one seed have their whole gradient behind such a gather
     rank = min(held.rank for held in missing)
     params = frozenset(held.param for held in missing)
     ranks = tuple(sorted({rank for held in missing for rank in held.ranks}))
