@@ -188,3 +188,23 @@ def test_distances_from_one_number_on_several_kinds_of_data_accuse_nobody(tmp_pa
     assert all(weight is None or math.isnan(weight) for weight in weights)  # an accelerator tells late that it is none
     report = diagnose(run)
     assert (report.verdict, report.findings) == ("undetermined", [])
+
+
+def test_a_loss_scale_that_is_taken_out_twice_is_told_however_little_it_leaves(tmp_path: Path) -> None:
+    """Weights of a learned curve are only compared with one another: of what they come to next to nothing is left."""
+    torch.manual_seed(0)
+    model = nn.Linear(6, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler, other = (torch.amp.GradScaler("cpu", init_scale=2.0**16) for _ in range(2))
+    with attach(tmp_path / "run"):
+        for _ in range(2):
+            scaler.scale(F.softplus(model(torch.randn(5, 6))).mean()).backward()
+            other.scale(torch.ones(()))
+            other.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            other.update()
+            optimizer.zero_grad()
+    report = diagnose(read_run(tmp_path / "run"))
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert not any("does not fit together" in reason for reason in report.reasons), report.reasons

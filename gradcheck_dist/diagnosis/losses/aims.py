@@ -362,7 +362,8 @@ def _usual(
     best = max(groups, key=lambda group: (len(group), *_least_done(group)))
     value = min(best, key=lambda one: one[-1])[0]
     documented = [nominal for _, _, nominal, *_ in best if abs(nominal - value) <= SAME * value]
-    return Fraction(documented[0] if documented else value).limit_denominator(10**9)
+    number = Fraction(documented[0] if documented else value)
+    return number.limit_denominator(10**9) or number  # a loss scale that is taken out twice leaves next to nothing
 
 
 def _least_done(group: list[Transfer]) -> tuple[int, int, tuple[int, int]]:

@@ -15,7 +15,7 @@ def parted_head(case: Case, data: StepData) -> str | None:
     """Why parameters that nobody reduces, with as many times the weight of others as ranks average these, accuse
     nobody: a gather in front of them multiplies what goes on to the others by that number, which undoes the average.
     Each rank has the whole gradient of its own part then. A part may have been drawn from the others' seed."""
-    if not case.culprit.absent or not case.held:
+    if not case.culprit.absent or not case.context.relative:  # of losses that count tokens values tell
         return None
     one = next((one for one in undoing_gathers(data) if _makes_up_for(one, case)), None)
     if one is None:
