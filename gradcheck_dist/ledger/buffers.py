@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import hypot, isfinite
 
@@ -15,6 +15,8 @@ from gradcheck_dist.ledger.solve import Solution
 GONE, GONE_SIGMAS, VAGUE = 1e-3, 6.0, 0.05
 """A share of what a buffer held before that is no more than this, or than so many standard errors, is none, where these
 are not more than that."""
+MANY = 64
+"""So many columns of a buffer are looked through for equal ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,18 @@ class Buffer:
         self.nominal = self.nominal + added
         self.leftover |= other.leftover
         self.columns += [column.times(factor) for column in other.columns]
+        if len(self.columns) > MANY:
+            self._merge()
+
+    def _merge(self) -> None:
+        """Make one column of those that are one: a buffer that is reduced again in each pass, and of which nothing can
+        be measured (a bias of three elements), would hold twice as many after each."""
+        found: dict[tuple[int, int], Column] = {}
+        for column in self.columns:
+            key = id(column.data), id(column.weights)
+            same = found.get(key)
+            found[key] = column if same is None else replace(same, nominal=same.nominal + column.nominal)
+        self.columns = list(found.values())
 
     def as_one(self) -> Column:
         """All of it, which is something, as one summand by the records."""

@@ -208,3 +208,27 @@ def test_a_loss_scale_that_is_taken_out_twice_is_told_however_little_it_leaves(t
     report = diagnose(read_run(tmp_path / "run"))
     assert (report.verdict, report.findings) == ("undetermined", [])
     assert not any("does not fit together" in reason for reason in report.reasons), report.reasons
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_scale_near_one_that_is_taken_out_again_is_nobodys_fault(tmp_path: Path, in_place: bool) -> None:
+    """A loss scale that grows by a part of a thousandth: what is left of scaled gradients is no documented 1."""
+    torch.manual_seed(0)
+    model = nn.Linear(6, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with attach(tmp_path / "run"):
+        for step in range(3):
+            scale = 2.0 ** (step * 3e-4)
+            for _ in range(2):
+                output = model(torch.randn(5, 6))
+                ((output * output.detach().sigmoid()).sum(dim=1).exp() * scale).mean().backward()
+            for param in model.parameters():
+                assert param.grad is not None
+                if in_place:
+                    param.grad.mul_(1 / scale)
+                else:
+                    param.grad = param.grad / scale
+            optimizer.step()
+            optimizer.zero_grad()
+    report = diagnose(read_run(tmp_path / "run"))
+    assert (report.verdict, report.findings) == ("undetermined", [])

@@ -37,6 +37,8 @@ from gradcheck_dist.ledger.expected import expected_apart
 from gradcheck_dist.ledger.tracks import ParamKey, StepData
 from gradcheck_dist.wording import plural
 
+EXACT = 1e-5
+"""Relative; how near to what is documented a transfer comes out that is measured well."""
 SAME = 1e-3
 """Transfers nearer to one another than this, relative, are the same."""
 
@@ -361,7 +363,11 @@ def _usual(
             groups.append([one])
     best = max(groups, key=lambda group: (len(group), *_least_done(group)))
     value = min(best, key=lambda one: one[-1])[0]
-    documented = [nominal for _, _, nominal, *_ in best if abs(nominal - value) <= SAME * value]
+    documented = [
+        nominal
+        for seen, _, nominal, _, error in best
+        if abs(nominal - seen) <= min(SAME, max(EXACT, SIGMAS * error)) * seen
+    ]
     number = Fraction(documented[0] if documented else value)
     return number.limit_denominator(10**9) or number  # a loss scale that is taken out twice leaves next to nothing
 
