@@ -56,9 +56,9 @@ class Parted:
         matrices = Counter((stage, module_of(name)) for (stage, name), of_rank in params.items()
                            if (stage, name) in self._parts and _is_matrix(_first(of_rank)))  # fmt: skip
         self._of_several = {module for module, number in matrices.items() if number > 1}
-        self._rows = self._rows_of_modules()
         copies = [_first(of_rank) for key, of_rank in params.items() if self._are_copies(key)]
         parted = [_first(params[key]) for key in self._parts]
+        self._rows = self._rows_of_modules(set[int]().union(*map(sizes_of, copies)))
         self._whole = _whole_sizes(parted, copies)
         shared = self._whole & set[int]().union(*map(sizes_of, parted))
         self.sizes = Sizes(frozenset(_part_sizes(parted, self._whole)), frozenset(shared))
@@ -82,19 +82,26 @@ class Parted:
         own = sizes_of(_first(self._params[weight])) - self._whole if weight else set()
         return self._parts[weight] if weight and len(own) == 1 and own & sizes_of(_first(of_rank)) else []
 
-    def _rows_of_modules(self) -> dict[ParamKey, tuple[int, list[set[int]]]]:
-        """Of modules whose parted tensors have several shapes, and in common their number of rows alone: that number,
-        and who holds which. Each rank has things of its own there (points, objects), a row of each tensor a thing; ways
-        to part matrices have no such number, for they part rows of some and columns of others."""
+    def _rows_of_modules(self, whole: Collection[int]) -> dict[ParamKey, tuple[int, list[set[int]]]]:
+        """Of modules whose parted tensors have several shapes, and in common their number of rows alone, which no copy
+        (`whole` sizes, or beside them) has: that number, and who holds which. Each rank has things of its own there
+        (points, objects), a row of each tensor a thing; ways to part matrices leave no such number, for they part rows
+        of some and columns of others."""
         of_module: dict[ParamKey, list[ParamKey]] = {}
-        for stage, name in self._parts:
-            of_module.setdefault((stage, module_of(name)), []).append((stage, name))
+        beside: dict[ParamKey, set[int]] = {}
+        for stage, name in self._params:
+            of_rank = self._params[stage, name]
+            if (stage, name) in self._parts:
+                of_module.setdefault((stage, module_of(name)), []).append((stage, name))
+            elif len(of_rank) > 1 and _first(of_rank).start is not None:
+                beside.setdefault((stage, module_of(name)), set()).update(_first(of_rank).shape[:1])
         found = {}
         for module, keys in of_module.items():
             shapes = {tuple(_first(self._params[key]).shape) for key in keys}
             rows = {shape[:1] for shape in shapes}
             common = set.intersection(*(set(shape) - {1} for shape in shapes))
-            if len(shapes) > 1 and len(rows) == len(common) == 1 and rows == {tuple(common)}:
+            told = common.isdisjoint(whole) and common.isdisjoint(beside.get(module, ()))
+            if len(shapes) > 1 and len(common) == 1 and rows == {tuple(common)} and told:
                 sets = self._parts[keys[0]]
                 if all(self._parts[key] == sets for key in keys):
                     found[module] = (common.pop(), sets)
