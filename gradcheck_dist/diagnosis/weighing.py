@@ -49,6 +49,7 @@ from gradcheck_dist.ledger.apart import apart, own_coordinates, own_models, shar
 from gradcheck_dist.ledger.chunks import told_chunks, told_unlaid, with_chunks
 from gradcheck_dist.ledger.contributions import collect
 from gradcheck_dist.ledger.discarded import without
+from gradcheck_dist.ledger.given_gradients import with_given_gradients
 from gradcheck_dist.ledger.handed_on import with_handed_on
 from gradcheck_dist.ledger.known_elsewhere import unlike_parts, with_weights_of_others
 from gradcheck_dist.ledger.leaves import same_tokens
@@ -122,6 +123,7 @@ class Measurements:
             recorded = step_data(run, step)
             data = without_unwritten(with_chunks(without_looks(with_weights_of_others(recorded))))
             data = with_handed_on(data) if how.handed else data
+            data = with_given_gradients(data)
             data = as_given(data) if assumed.given else data
             mixed = mixed_labels(data)
             if mixed is not None and not (mixed.certain or how.mixed):

@@ -77,16 +77,22 @@ def accounted(data: StepData, contributions: Contributions, judged: Sequence[Hel
 
 
 def blame(
-    data: StepData, contributions: Contributions, judged: list[Held], quantities: Mapping[str, float]
+    data: StepData,
+    contributions: Contributions,
+    judged: list[Held],
+    quantities: Mapping[str, float],
+    *,
+    relative: bool = False,
 ) -> list[Blame]:
-    """Group the wrong cells by culprit. `quantities` are degrees and counts that a deliberate factor is made of."""
+    """Group the wrong cells by culprit. `quantities` are degrees and counts that a deliberate factor is made of,
+    `relative`: weights are only compared with one another."""
     every = accounted(data, contributions, judged)
     if any(not one.cell.right for one in every) and (line := token_line(every, contributions)) is not None:
         lay_tokens_to_losses(every, contributions, line)
     if off_alike(judged):
         laid_together(every)
     wrong = [one for one in every if not one.cell.right]
-    if give_early_clips(every, wrong):
+    if give_early_clips(every, wrong, relative=relative):
         return _collect(every)
     blame_losses(contributions, [one for one in wrong if one.account.root == 0])
     wrong = [one for one in wrong if one.account.root != 0]

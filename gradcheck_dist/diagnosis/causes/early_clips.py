@@ -43,10 +43,20 @@ def first_clip(held: Held, cell: Cell) -> Clip:
     return next(entry.event for entry in entries if isinstance(entry.event, Clip))
 
 
-def give_early_clips(every: Sequence[Judged], wrong: Sequence[Judged]) -> bool:
-    """Give wrong weights to the clips of unfinished gradients, where these are all that is wrong with the step."""
+def _follow(every: Sequence[Judged]) -> bool:
+    """Whether all weights are one multiple of what early clips make of right ones."""
+    quotients = [one.cell.ratio / early_product(one.held.replay, one.cell.column) for one in every]
+    near = max(SAME, *(2 * one.cell.tolerance for one in every))
+    return min(quotients) > 0 and max(quotients) - min(quotients) <= near * max(quotients)
+
+
+def give_early_clips(every: Sequence[Judged], wrong: Sequence[Judged], *, relative: bool = False) -> bool:
+    """Give wrong weights to the clips of unfinished gradients, where these are all that is wrong with the step.
+    `relative`: weights are known up to one number that all have in common."""
     clipped = [early_product(one.held.replay, one.cell.column) < 1 - ACTS for one in wrong]
-    if not wrong or not all(clipped) or not all(fits(one.held, one.cell) for one in every):
+    if not wrong or not all(clipped):
+        return False
+    if not (all(fits(one.held, one.cell) for one in every) or (relative and _follow(every))):
         return False
     for one in wrong:
         clip = first_clip(one.held, one.cell)

@@ -17,7 +17,7 @@ MEANS_WEIGH = "Each pass's {times}: a coefficient, a sum or another count may be
 class Aim:
     """The contributions as they are counted and what each should weigh. `relative`: only compared with one another.
     `of_means`: each counts as one mean, whatever it is a mean of. `aside`: which loss was declared in vain.
-    `times`: what each pass's elements weigh of their part in one mean, in words.
+    `times`: what each pass's elements weigh of their part in one mean, `shares`: by what passes weigh unlike, in words.
     `as_written`: several losses of a pass are judged by one, without what is written before it in their sum.
     `of_samples`: each contribution counts its sequences; `of_elements`: what its one mean or sum goes over,
     `of_weighted`: tokens that weights of their own multiply.
@@ -31,6 +31,7 @@ class Aim:
     of_means: bool = False
     aside: str = ""
     times: str = ""
+    shares: str = ""
     as_written: bool = False
     of_samples: bool = False
     of_elements: bool = False
@@ -58,7 +59,8 @@ class Aim:
             self.reasons.append(self.other[0])
 
     def _why_relative(self) -> str:
-        means = f"{MEANS_WEIGH.format(times=self.times)} " if self.times else ""
+        means = f"{self.shares} " if self.shares else ""
+        means += f"{MEANS_WEIGH.format(times=self.times)} " if self.times else ""
         if any(c.gradient is not None and c.gradient.computed for c in self.contributions.by_key.values()):
             return (
                 "losses are multiplied by what has a gradient itself (a learned weight, a focal factor), or go through "
@@ -69,10 +71,11 @@ class Aim:
         losses = [c.loss for c in self.contributions.by_key.values() if c.loss is not None]
         ops = sorted({loss.op for loss in losses if loss.reduction == UNKNOWN} - {UNKNOWN})
         named = f" ({', '.join(ops)})" if ops else ""
-        share = float(next(iter(self.expected.values())))
+        low, high = (float(one(self.expected.values(), default=1)) for one in (min, max))
+        here = f"x {low:.4g}" if low == high else f"x {low:.4g} to x {high:.4g}"
         return (
             f"what the loss{named} counts is not known, so its own normalisation is not judged: weights are relative "
-            f"to each contribution's own gradient (x {share:.4g} here) and compared with one another. "
+            f"to each contribution's own gradient ({here} here) and compared with one another. "
             + means
             + (
                 self.aside

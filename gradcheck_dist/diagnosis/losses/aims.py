@@ -27,6 +27,7 @@ from gradcheck_dist.diagnosis.losses.repeated import repeats, replaced, weighing
 from gradcheck_dist.diagnosis.losses.returned import arrived, looked_at
 from gradcheck_dist.diagnosis.losses.samples import UNDIVIDED, by_samples
 from gradcheck_dist.diagnosis.losses.several_means import main_term
+from gradcheck_dist.diagnosis.losses.shares import Shares, shares_of_mean
 from gradcheck_dist.diagnosis.losses.weighted_tokens import all_weighted
 from gradcheck_dist.diagnosis.losses.written import Written, as_written
 from gradcheck_dist.diagnosis.weights.cells import MAX_SPREAD, SIGMAS, Held, judge
@@ -228,10 +229,13 @@ def _functions_of_data(
     """Losses whose own weights are not judged, and what these come to as means over elements. `told`: contributions
     as they tell of elements, where these are others."""
     asked = partial(expected_apart, models=independent(data, contributions))
-    times = in_words(contributions if told is None else told, measured, judge, asked)
+    of_elements = contributions if told is None else told
+    times = in_words(of_elements, measured, judge, asked)
     if not times and (samples := by_samples(contributions, objective)) is not None:
         times = in_means(samples.contributions, measured, judge, asked)
-    return _relative(data, contributions, measured, times)
+    result = _relative(data, contributions, measured, times)
+    shares = shares_of_mean(of_elements, measured, judge, asked) if _wrong(result, measured) else None
+    return result if shares is None else _relative(data, contributions, measured, times, shares)
 
 
 def _in_parts(objective: str, counted: Aim, groups: list[list[ContributionKey]], measured: list[Held]) -> Aim:
@@ -301,17 +305,25 @@ def _of_elements(counted: Counted, whole: str) -> Aim:
     return result
 
 
-def _relative(data: StepData, contributions: Contributions, measured: list[Held], times: str = "") -> Aim:
-    """Every contribution counts as one token of weight 1; each should be scaled as most are."""
+def _relative(
+    data: StepData,
+    contributions: Contributions,
+    measured: list[Held],
+    times: str = "",
+    shares: Shares | None = None,
+) -> Aim:
+    """Every contribution counts as one token of weight 1; each should be scaled as most are, or by its share."""
     by_key = {key: replace(c, num_tokens=1, weight=1.0, spread=0.0) for key, c in contributions.by_key.items()}
-    share = _usual(measured, by_key, _lines_that_scale(data))
+    if shares is None or shares.expected.keys() != by_key.keys():
+        shares = Shares(dict.fromkeys(by_key, _usual(measured, by_key, _lines_that_scale(data))), "")
     return Aim(
         replace(contributions, by_key=by_key),
-        dict.fromkeys(by_key, share),
+        shares.expected,
         dict.fromkeys(by_key, 1),
         relative=True,
         aside=marked_aside(data),
         times=times,
+        shares=shares.words,
     )
 
 

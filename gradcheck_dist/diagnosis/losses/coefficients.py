@@ -43,6 +43,10 @@ def leave_coefficients_open(verdicts: Sequence[StepVerdict]) -> None:
         len(_apart([one.weight or 0.0 for one in verdict.contributions.by_key.values()])) > 1 for verdict in counted
     ):
         return  # sums over tokens, however many each pass holds
+    as_they_are = [_values(verdict, _at_loss) for verdict in counted]
+    levels = _levels([value for values in as_they_are for value in values.values()])
+    if levels and not _unsystematic([_as_levels(values, levels) for values in as_they_are]):
+        return  # sums that follow ranks or passes, and are divided behind the loss by another count in each step
     means = any(one.code == MEANS for one in found)
     for reading in (_of_mean,) if means else (_of_mean, _of_token):
         steps = [_values(verdict, reading) for verdict in counted]
@@ -62,6 +66,10 @@ def leave_coefficients_open(verdicts: Sequence[StepVerdict]) -> None:
                     spare=MEANS,
                 )
             return
+
+
+def _at_loss(_: StepVerdict, one: Contribution) -> float:
+    return one.weight or 0.0
 
 
 def _of_mean(verdict: StepVerdict, one: Contribution) -> float:

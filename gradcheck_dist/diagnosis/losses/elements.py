@@ -297,6 +297,14 @@ def weights_of_passes(contributions: Contributions) -> list[dict[ContributionKey
     return [{key: (c.weight or 0.0) * (c.num_tokens or 0) for key, c in by_key.items()} for by_key in counts]
 
 
+def counted_each(contributions: Contributions) -> list[Counted]:
+    """The contributions by all that their losses may be said to go over: tokens, elements, rows, sequences."""
+    tokens = {key: c.num_tokens or 0 for key, c in contributions.by_key.items()}
+    of_tokens = Counted(contributions, {}, tokens, "tokens") if all(tokens.values()) else None
+    counts = [of_tokens, *(_counted(contributions, words) for words in (*OF_WEIGHTED, *_OF_GRADIENT))]
+    return [one for one in counts if one is not None]
+
+
 def _right(one: Counted, measured: list[Held], judge: Judge) -> bool:
     cells = [cell for held in judge(measured, one.contributions, one.expected) for cell in held.cells]
     return bool(cells) and all(cell.right for cell in cells)

@@ -46,7 +46,7 @@ from gradcheck_dist.diagnosis.norms.clips import ACTS, is_round
 from gradcheck_dist.diagnosis.norms.effect import effect_of_clip
 from gradcheck_dist.diagnosis.norms.step_norms import ClipCall
 from gradcheck_dist.diagnosis.weights.factors import name_number
-from gradcheck_dist.events import Reduce
+from gradcheck_dist.events import Clip, Reduce
 from gradcheck_dist.wording import plural
 
 CODE = "GS605"
@@ -61,7 +61,8 @@ def judge(case: Case) -> Answer | None:
     products = [early_product(held.replay, cell.column) for held, cell in case.cells]
     if not any(product < 1 - ACTS for product in products):
         return None
-    if not all(fits(held, cell) for held, cell in case.cells):
+    given = case.context.relative and isinstance(case.culprit.event, Clip)
+    if not (given or all(fits(held, cell) for held, cell in case.cells)):
         return None
     held, cell = min(case.cells, key=lambda one: early_product(one[0].replay, one[1].column))
     first = first_clip(held, cell)

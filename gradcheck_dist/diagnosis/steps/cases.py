@@ -116,7 +116,7 @@ def _num_right(judged: list[Held]) -> int:
 def _cases(verdict: StepVerdict, judged: list[Held]) -> list[Case]:
     """The wrong cells by culprit, each group with its shape and names."""
     quantities = verdict.context.quantities
-    found = blame(verdict.data, verdict.contributions, judged, quantities)
+    found = blame(verdict.data, verdict.contributions, judged, quantities, relative=verdict.context.relative)
     found = _of_one_fault(found, judged, verdict.contributions, of_tasks=verdict.context.of_tasks)
     cases = [_case(verdict, blamed, judged) for one in found for blamed in _without_emptied(one)]
     join_alike(cases, sum(bool(held.cells) for held in verdict.held))
