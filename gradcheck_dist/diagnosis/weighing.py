@@ -123,7 +123,7 @@ class Measurements:
             recorded = step_data(run, step)
             data = without_unwritten(with_chunks(without_looks(with_weights_of_others(recorded))))
             data = with_handed_on(data) if how.handed else data
-            data = with_given_gradients(data)
+            data = data if run.missing_ranks else with_given_gradients(data)
             data = as_given(data) if assumed.given else data
             mixed = mixed_labels(data)
             if mixed is not None and not (mixed.certain or how.mixed):

@@ -52,3 +52,9 @@ def test_what_becomes_of_gradients_that_the_program_gave_is_compared(reports: di
 def test_an_early_clip_of_what_counts_nothing_is_one_finding(reports: dict[str, Report]) -> None:
     (finding,) = reports["learned, clipped"].findings
     assert finding.code == "GS605"
+
+
+def test_a_factor_that_undoes_the_division_behind_it_is_told_at_its_own_line(reports: dict[str, Report]) -> None:
+    (finding,) = reports["learned, doubled"].findings
+    assert (finding.code, finding.factor.observed) == ("GS000", pytest.approx(2))
+    assert "data rank 1" in finding.pattern

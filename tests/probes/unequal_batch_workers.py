@@ -24,6 +24,7 @@ VARIANTS = (
     "given, alone",
     "given, tripled",
     "learned, clipped",
+    "learned, doubled",
 )
 
 
@@ -86,6 +87,12 @@ def train(variant: str, run_dir: Path | None) -> float:
             share = 1 / float(every) if "sums" in variant else share
             for param in params:
                 assert param.grad is not None
+                if "doubled" in variant and "learned" in variant:
+                    if rank == 1:
+                        param.grad.mul_(size)
+                    dist.all_reduce(param.grad)
+                    param.grad.div_(size)
+                    continue
                 if "tripled" in variant and rank == 1:
                     param.grad.mul_(3)
                 param.grad = param.grad * (share * (0.5 if "halved" in variant else 1.0))

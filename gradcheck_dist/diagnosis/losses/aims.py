@@ -328,8 +328,8 @@ def _relative(
 
 
 Transfer = tuple[float, tuple[int, int], float, int, float]
-"""Measured, (accumulation step, microbatch), documented, how many lines of the rank's multiply gradients, and the
-standard error of what was measured."""
+"""Measured, (accumulation step, microbatch), documented, how many lines multiply gradients on the rank on which it
+arrived and on the one that holds it, and the standard error of what was measured."""
 
 
 def _lines_that_scale(data: StepData) -> dict[int, int]:
@@ -359,7 +359,9 @@ def _usual(
             value, error = float(held.observed[column]), float(held.stderr[column])
             if key in by_key and held.visible[column] and np.isfinite(value):
                 is_there = value > max(SAME * min(largest, 1.0), SIGMAS * error)
-                one = (value, key[1:], float(held.nominal[column]), (lines or {}).get(held.rank, 0), error)
+                on_the_way = {held.rank, held.replay.basis.origin[column]}
+                num_lines = sum((lines or {}).get(rank, 0) for rank in on_the_way)
+                one = (value, key[1:], float(held.nominal[column]), num_lines, error)
                 seen[held.param, key].append(one if is_there else None)
     for transfers in seen.values():
         (in_part if None in transfers else everywhere).extend(one for one in transfers if one is not None)
