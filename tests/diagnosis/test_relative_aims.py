@@ -16,10 +16,11 @@ KEYS: list[ContributionKey] = [(rank, k, 0) for rank in range(2) for k in range(
 BY_KEY = {key: Contribution(key, (key[0],), None, None) for key in KEYS}
 
 
-def held(rank: int, observed: list[float]) -> Held:
-    replay: Any = SimpleNamespace(basis=SimpleNamespace(keys=KEYS))
+def held(rank: int, observed: list[float], nominal: float | None = None) -> Held:
+    replay: Any = SimpleNamespace(basis=SimpleNamespace(keys=KEYS, origin=[key[0] for key in KEYS]))
     values = np.array(observed)
-    return Held((-1, "w"), rank, replay, values, np.full(len(KEYS), 1e-9), values, visible=[True] * len(KEYS))
+    told = values if nominal is None else np.full(len(KEYS), nominal)
+    return Held((-1, "w"), rank, replay, values, np.full(len(KEYS), 1e-9), told, visible=[True] * len(KEYS))
 
 
 def test_what_came_to_some_copies_only_is_no_example() -> None:
@@ -35,4 +36,10 @@ def test_where_nothing_else_arrived_it_is_one() -> None:
 def test_of_two_ranks_the_one_is_right_whose_lines_did_less() -> None:
     """One of them multiplies by 2 what both have divided, which its records know of neither."""
     measured = [held(0, [0.5] * 8), held(1, [1] * 8)]
+    assert _usual(measured, BY_KEY, {0: 1, 1: 2}) == Fraction(1, 2)
+
+
+def test_what_arrived_on_the_rank_whose_lines_did_less_is_right() -> None:
+    """One of them multiplies its own by 2 before all are added up and divided: both hold the same."""
+    measured = [held(rank, [0.5] * 4 + [1] * 4, nominal=1.0) for rank in range(2)]
     assert _usual(measured, BY_KEY, {0: 1, 1: 2}) == Fraction(1, 2)
