@@ -117,9 +117,9 @@ class Replicas:
             self._begun = recorder.step
             self._note(after=False)
 
-    def is_over(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer has stepped."""
-        if self.recorder.sampling:
+    def is_over(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """An optimizer has stepped: one of torch.optim's, or of the program's own."""
+        if self.recorder.sampling and optimizer is not None:
             self._stepped.update(map(id, _params(optimizer)))
         if self.recorder.sampling and self._begun == self.recorder.step:
             self._note(after=True)
