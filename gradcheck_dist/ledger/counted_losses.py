@@ -26,6 +26,11 @@ def losses_by_pass(run: Run, step: int, rank: int) -> dict[Slot, list[Counted]]:
 
 def count(losses: Iterable[Counted]) -> int | None:
     """Their tokens (or elements) together; None where there are none, or one counts nothing."""
-    counts = [number for _, number in losses]
-    known = [number for number in counts if number is not None]
-    return sum(known) if known and len(known) == len(counts) else None
+    return total(number for _, number in losses)
+
+
+def total(counts: Iterable[int | None]) -> int | None:
+    """The sum of counts; None where there are none, or one is not known."""
+    numbers = list(counts)
+    known = [number for number in numbers if number is not None]
+    return sum(known) if known and len(known) == len(numbers) else None

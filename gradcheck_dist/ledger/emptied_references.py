@@ -14,7 +14,7 @@ from itertools import takewhile
 import numpy as np
 
 from gradcheck_dist.events import Backward, OptimizerStep, ZeroGrad
-from gradcheck_dist.ledger.counted_losses import count, losses_by_pass
+from gradcheck_dist.ledger.counted_losses import count, losses_by_pass, total
 from gradcheck_dist.ledger.tracks import Slot, StepData, step_data
 from gradcheck_dist.trace.reader import RankTrace
 from gradcheck_dist.trace.run import Run
@@ -35,8 +35,8 @@ def emptied_references(run: Run, step: int, perhaps: Slots) -> dict[int, frozens
     for num in range(max(map(len, first.values()), default=0), 0, -1):
         chosen = {rank: frozenset(slots[:num]) for rank, slots in first.items() if len(slots) >= num}
         rest = {rank: frozenset(slots) - chosen.get(rank, frozenset()) for rank, slots in every.items()}
-        whole = _sum(counts[rank][slot] for rank, slots in rest.items() for slot in slots)
-        given = {_sum(counts[rank][slot] for slot in slots) for rank, slots in chosen.items()}
+        whole = total(counts[rank][slot] for rank, slots in rest.items() for slot in slots)
+        given = {total(counts[rank][slot] for slot in slots) for rank, slots in chosen.items()}
         if whole is not None and given == {whole} and all(rest.values()) and _tells(step_data(run, step), chosen, rest):
             return chosen
     return {}
@@ -45,12 +45,6 @@ def emptied_references(run: Run, step: int, perhaps: Slots) -> dict[int, frozens
 def _counts(run: Run, step: int, rank: int, slots: Iterable[Slot]) -> dict[Slot, int | None]:
     by_pass = losses_by_pass(run, step, rank)
     return {slot: count(by_pass.get(slot, ())) for slot in slots}
-
-
-def _sum(counts: Iterable[int | None]) -> int | None:
-    numbers = list(counts)
-    known = [number for number in numbers if number is not None]
-    return sum(known) if known and len(known) == len(numbers) else None
 
 
 def _tells(data: StepData, first: Slots, rest: Slots) -> bool:

@@ -149,6 +149,7 @@ def _references(run: Run, step: int, models: Mapping[int, list[_Model]]) -> dict
     stepped_with = {(model.rank, one) for model in judged for one in model.optimizers}
     shared = _each_once(judged)
     counts = _counts(run, step, judged)
+    given_each = {count(_losses(run, step, model)) for model in judged}
     found: dict[int, list[_Model]] = defaultdict(list)
     uncounted = False
     for model in every:
@@ -161,10 +162,12 @@ def _references(run: Run, step: int, models: Mapping[int, list[_Model]]) -> dict
         ):
             continue
         own = count(_losses(run, step, model))
-        by_start = own is None or not counts
-        if _began_so(model.in_order, shared) if by_start else own in counts:
+        counted = own is not None and bool(counts)
+        # A second model that was forgotten by its optimizer is given what each rank is, too.
+        as_each = own in given_each and _have_one_shape(model.in_order, shared)
+        if (own in counts or not counted) and ((counted and not as_each) or _began_so(model.in_order, shared)):
             found[model.rank].append(model)
-            uncounted |= by_start
+            uncounted |= not counted
     if uncounted and not _alike(run, step, found):
         return {}
     return dict(found)
@@ -202,18 +205,27 @@ def _each_once(judged: Iterable[_Model]) -> list[Param]:
 
 def _is_whole_of(whole: Sequence[Param], shared: Sequence[Param]) -> bool:
     """Whether parameters have the shapes of a whole model of which ranks hold `shared`."""
-    return Counter(one.shape for one in whole) == Counter(one.shape for one in shared) or _are_parts(shared, whole)
+    shapes = [Counter(one.shape for one in params) for params in (whole, shared)]
+    return shapes[0] == shapes[1] or _are_parts(shared, whole)
+
+
+def _have_one_shape(whole: Sequence[Param], shared: Sequence[Param]) -> bool:
+    """Whether ranks hold each parameter as it is in a whole model, so that first values compare."""
+    return not any(one.placements for one in shared) and not _are_parts(shared, whole)
 
 
 def _are_parts(parts: Sequence[Param], whole: Sequence[Param]) -> bool:
     """Whether tensors without a layout are those of a whole model, some of them one of equal parts along one dimension,
-    as many of each."""
+    of as many parts each."""
     if any(part.placements for part in parts):
         return False
     mine, theirs = (Counter(one.shape for one in params) for params in (parts, whole))
     cut, full = mine - theirs, theirs - mine
-    ratios = {prod(one) / prod(part) for one in full for part in cut if _is_cut(part, one)}
-    return any(Counter(_matching(cut, full, ratio)) == full for ratio in ratios)
+    pairs = [(part, one) for part in cut for one in full if _is_cut(part, one)]
+    paired = {part for part, _ in pairs} == cut.keys() and {one for _, one in pairs} == full.keys()
+    ratios = {prod(one) // prod(part) for part, one in pairs}
+    sizes = [sum(prod(shape) * num for shape, num in shapes.items()) for shapes in (cut, full)]
+    return bool(pairs) and paired and cut.total() == full.total() and any(sizes[0] * one == sizes[1] for one in ratios)
 
 
 Shape = tuple[int, ...]
@@ -222,15 +234,6 @@ Shape = tuple[int, ...]
 def _is_cut(part: Shape, whole: Shape) -> bool:
     unlike = [(mine, full) for mine, full in zip(part, whole, strict=False) if mine != full]
     return len(part) == len(whole) and len(unlike) == 1 and unlike[0][0] > 0 and unlike[0][1] % unlike[0][0] == 0
-
-
-def _matching(cut: Counter[Shape], full: Counter[Shape], ratio: float) -> dict[Shape, int]:
-    """How many parts there are, of so many each, by the shape of the whole."""
-    found: Counter[Shape] = Counter()
-    for part, num in cut.items():
-        fits = [one for one in full if _is_cut(part, one) and prod(one) == ratio * prod(part)]
-        found[min(fits, default=())] += num
-    return found
 
 
 def _losses(run: Run, step: int, model: _Model) -> list[Counted]:

@@ -150,14 +150,19 @@ class _Sum(torch.autograd.Function):
         return gradient
 
 
+INNER = 32
+"""As wide as twice the outer features: both halves have one shape."""
+
+
 class Halves(nn.Module):
     """Two layers, each with a half of the inner features on each rank."""
 
     def __init__(self, whole: nn.Sequential) -> None:
         super().__init__()
-        half = slice(8 * dist.get_rank(), 8 * dist.get_rank() + 8)
+        num = INNER // 2
+        half = slice(num * dist.get_rank(), num * dist.get_rank() + num)
         self.embedding, up, down, self.head = copy.deepcopy(whole)
-        self.up, self.down = nn.Linear(16, 8, bias=False), nn.Linear(8, 16, bias=False)
+        self.up, self.down = nn.Linear(16, num, bias=False), nn.Linear(num, 16, bias=False)
         with torch.no_grad():
             self.up.weight.copy_(up.weight[half])
             self.down.weight.copy_(down.weight[:, half])
@@ -171,8 +176,8 @@ def train_halves(run_dir: str, stepped: bool, fault: str = "") -> float:
     """Tensor parallelism by hand, beside the whole model."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    layers = nn.Embedding(20, 16), nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False), nn.Linear(16, 20)
-    other = nn.Sequential(*layers)
+    up, down = nn.Linear(16, INNER, bias=False), nn.Linear(INNER, 16, bias=False)
+    other = nn.Sequential(nn.Embedding(20, 16), up, down, nn.Linear(16, 20))
     model = Halves(other)
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, other)]
     data = [batch(0, k) for k in range(PASSES)]

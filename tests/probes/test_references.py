@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from one_process import judged, record
-from probe_workers import batch, token_sum
+from one_process import accumulate, judged, record
+from probe_workers import Net, batch, token_sum
 from torch import nn
 
 from gradcheck_dist.diagnosis.engine import diagnose
@@ -93,6 +93,24 @@ def test_passes_that_are_lost_are_no_reference(tmp_path: Path) -> None:
     launch("reference_workers:lose", (str(tmp_path),), 2, timeout_s=60)
     report = diagnose(read_run(tmp_path))
     assert "GS401" in {one.code for one in report.findings} and not tells(report)
+
+
+@pytest.mark.parametrize("copied", [True, False])
+def test_a_second_model_that_its_optimizer_forgot_is_no_reference(tmp_path: Path, copied: bool) -> None:
+    """In one process both get the same tokens: only a copy of the model is one."""
+    other = Net()
+    if not copied:
+        other.embedding.reset_parameters()
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for one in (model, other):
+            accumulate(one)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    record(step, tmp_path / "run", steps=2)
+    report = judged(tmp_path / "run")
+    assert (report.verdict, tells(report)) == (("clean", True) if copied else ("undetermined", False))
 
 
 @pytest.mark.parametrize("divisor", [1, 2])

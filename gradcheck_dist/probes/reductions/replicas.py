@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import time
+import weakref
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -77,7 +78,7 @@ class Replicas:
         self._moved_before = 0  # up to the last change
         self._left_values: Tensor | None = None
         self._stepped: set[int] = set()  # ids of parameters that optimizers stepped in recorded steps
-        self._others: set[int] = set()  # ids of optimizers that were told
+        self._asked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # what steps behind recorded steps
 
     def watch(self, patches: Patches) -> None:
         """Count what collectives move."""
@@ -147,9 +148,9 @@ class Replicas:
 
     def tell_another(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to step: of parameters that no recorded step stepped?"""
-        if id(optimizer) in self._others:
+        if optimizer in self._asked:
             return
-        self._others.add(id(optimizer))
+        self._asked.add(optimizer)
         params = _params(optimizer)
         if params and self._stepped and self._stepped.isdisjoint(map(id, params)):
             step = self._begun + 1 + self._later
