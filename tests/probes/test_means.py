@@ -102,6 +102,56 @@ def test_what_may_be_a_coefficient_or_tasks_accuses_nobody(
     assert (report.verdict, report.findings) == ("undetermined", [])
 
 
+HALVES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "half squared": lambda output, target: (0.5 * (output - target) ** 2).mean(),
+    "a number before each element": lambda output, target: (0.7 * (output - target) ** 2).mean(),
+    "halved": lambda output, target: ((output - target) ** 2 / 2).mean(),
+}
+
+
+@pytest.mark.parametrize("loss", HALVES)
+def test_a_number_before_each_element_is_a_part_of_what_its_mean_goes_over(tmp_path: Path, loss: str) -> None:
+    assert trained(tmp_path / "right", HALVES[loss], (1 / NUM_BATCHES,)).verdict == "clean"
+    (finding,) = trained(tmp_path / "wrong", HALVES[loss]).findings
+    assert (finding.code, finding.factor.expression) == ("GS303", "accumulation_steps")
+
+
+@pytest.mark.parametrize("sizes", [(5, 5), (5, 5, 5, 5)])
+def test_a_half_before_each_element_may_be_a_part_of_a_division_by_even_passes(
+    tmp_path: Path, sizes: tuple[int, ...]
+) -> None:
+    report = trained(tmp_path, HALVES["half squared"], sizes=sizes)
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert f"weighs x {len(sizes)} of what it would in their average" in report.reasons[0]
+
+
+def divided_in_part(run_dir: Path, divide: Callable[[Tensor, int], Tensor]) -> Report:
+    """One step of three equal batches, of which the n-th loss is `divide(loss, n)`."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attach(run_dir):
+        for index in range(NUM_BATCHES):
+            divide(F.mse_loss(model(torch.randn(5, 6)), torch.randn(5, 4)), index).backward()
+        optimizer.step()
+    return diagnose(read_run(run_dir))
+
+
+@pytest.mark.parametrize("bare", [{2}, {0}, {0, 1}])
+def test_means_of_which_only_some_are_divided_are_found(tmp_path: Path, bare: set[int]) -> None:
+    report = divided_in_part(tmp_path, lambda loss, index: loss if index in bare else loss / NUM_BATCHES)
+    (finding,) = report.findings
+    assert (finding.code, finding.factor.expression) == ("GS000", "accumulation_steps")
+    ratios = {one.contribution.accumulation_step: round(one.ratio or 0, 4) for one in report.weights}
+    assert ratios == {index: 3 if index in bare else 1 for index in range(NUM_BATCHES)}
+
+
+@pytest.mark.parametrize("numbers", [(1.0, 1 / 3, 1 / 3), (1.0, 0.5, 1 / 3)], ids=["that look like it", "of any size"])
+def test_numbers_of_the_passes_own_accuse_nobody(tmp_path: Path, numbers: tuple[float, ...]) -> None:
+    report = divided_in_part(tmp_path, lambda loss, index: loss * numbers[index])
+    assert (report.verdict, report.findings) == ("undetermined", [])
+
+
 def real_and_generated(run_dir: Path, kind: str) -> Report:
     """A discriminator's step on real and on generated data: two losses that add up by design."""
     torch.manual_seed(0)

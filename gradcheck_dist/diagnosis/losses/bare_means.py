@@ -3,7 +3,8 @@
 A mean squared error or a binary cross-entropy counts no tokens, and a number beside it may be a coefficient. Where the
 program multiplies the mean by nothing at all, or by 1 / accumulation steps alone, no coefficient is meant. If passes
 of one line, over the same parameters, one computed after the other, add up to as many means as there are accumulation
-steps, or data ranks, nobody divides by them.
+steps, or data ranks, nobody divides by them. And where some of these passes are divided by accumulation steps, those
+that nothing multiplies were forgotten.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from fractions import Fraction
+from math import isfinite
 
-from gradcheck_dist.diagnosis.losses.elements import GAINS, weights_of_means
-from gradcheck_dist.diagnosis.weights.cells import Held
+from gradcheck_dist.diagnosis.losses.elements import GAINS, beneath_mean, weights_of_means
+from gradcheck_dist.diagnosis.weights.cells import Cell, Held
 from gradcheck_dist.diagnosis.weights.loops import one_loop
 from gradcheck_dist.events import AmpUnscale
 from gradcheck_dist.ledger.contributions import UNKNOWN, ContributionKey, Contributions
@@ -31,8 +33,9 @@ def added_means(
     data: StepData, contributions: Contributions, measured: list[Held], judge: Judge
 ) -> tuple[Contributions, dict[ContributionKey, Fraction]] | None:
     """The contributions as means that each count alike, and what each should weigh, where all together weigh as many
-    times too much as there are accumulation steps, data ranks or both. None where that is not what happened, a
-    coefficient may be meant, or the passes may be evaluations of one batch."""
+    times too much as there are accumulation steps, data ranks or both, or some of them as many times as there are
+    accumulation steps, which the others are divided by. None where that is not what happened, a coefficient may be
+    meant, or the passes may be evaluations of one batch."""
     if reevaluates(data):
         return None
     by_key = contributions.by_key
@@ -46,23 +49,30 @@ def added_means(
     negated = are_gains and max(weights.values(), default=0.0) < 0
     if negated:
         weights = {key: -weight for key, weight in weights.items()}
-    weight = _written(data, contributions, weights, num_signs=int(negated)) if weights else None
-    if weight is None or any(of_rank != slots[0] for of_rank in slots) or not one_loop(data, contributions):
+    written = _written(data, contributions, weights, num_signs=int(negated)) if weights else None
+    if written is None or any(of_rank != slots[0] for of_rank in slots) or not one_loop(data, contributions):
         return None
-    if abs(weight - 1) <= SAME:
-        numbers = {num_steps, num_ranks, num_steps * num_ranks} - {1}
-    elif abs(weight * num_steps - 1) <= SAME:
-        numbers = {num_ranks} - {1}
-    else:
+    bare = {key for key, weight in written.items() if abs(weight - 1) <= SAME}
+    divided = {key for key, weight in written.items() if abs(weight * num_steps - 1) <= SAME}
+    if bare | divided != by_key.keys():
         return None
+    numbers = {num_steps} if bare and divided else {num_ranks, *({num_steps, num_steps * num_ranks} if bare else ())}
     counted = {key: replace(c, num_tokens=1, weight=weights[key], spread=0.0) for key, c in by_key.items()}
     expected = dict.fromkeys(by_key, Fraction(1, len(by_key)))
     means = replace(contributions, by_key=counted)
     cells = [cell for held in judge(measured, means, expected) for cell in held.cells]
-    for number in numbers if cells else ():
-        if all(abs(cell.ratio - number) <= max(cell.margin, SAME * number) for cell in cells):
+    beneath = {beneath_mean(c.gradient) for c in by_key.values() if c.gradient is not None}
+    wrong = bare or divided
+    for number in numbers - {1} if cells else ():
+        if any(_may_divide(one, number) for one in beneath if one is not None):
+            continue
+        if all(_is_times(cell, number if cell.key in wrong else 1) for cell in cells):
             return means, expected
     return None
+
+
+def _is_times(cell: Cell, number: int) -> bool:
+    return abs(cell.ratio - number) <= max(cell.margin, SAME * number)
 
 
 def _of_means(contributions: Contributions) -> dict[ContributionKey, float]:
@@ -77,21 +87,32 @@ def _of_means(contributions: Contributions) -> dict[ContributionKey, float]:
 
 def _written(
     data: StepData, contributions: Contributions, weights: Mapping[ContributionKey, float], *, num_signs: int
-) -> float | None:
-    """The number that multiplies every mean, freed of a loss scale and of signs; None where they differ or are not
-    known."""
-    found = list(weights.values())
+) -> dict[ContributionKey, float] | None:
+    """The number that multiplies each mean, freed of a loss scale and of signs; None where others stand beside it, or
+    it is not known."""
     scales = {e.scale for of_rank in data.events.values() for e in of_rank if isinstance(e, AmpUnscale)}
-    factors = {c.gradient.num_factors for c in contributions.by_key.values() if c.gradient is not None}
-    if len(scales) > 1 or not all(abs(one - found[0]) <= SAME * abs(found[0]) for one in found):  # nor where one is NaN
-        return None
-    weight = found[0] / next(iter(scales), 1.0)
     share = _share_of_elements(contributions)
-    if share is not None and share <= LARGER / len(found):  # weights of elements may hold the division
+    if len(scales) > 1 or (share is not None and share <= LARGER / len(weights)):  # which may hold the division
         return None
+    written = {key: weight / next(iter(scales), 1.0) for key, weight in weights.items()}
     # A coefficient may be just what the losses are divided by: then it stands there as a number of its own.
     by_count = any(c.gradient is not None and c.gradient.reduced_by == "sum" for c in contributions.by_key.values())
-    return weight if factors == {len(scales) + by_count + num_signs + (abs(weight - 1) > SAME)} else None
+    for key, weight in written.items():
+        gradient = contributions.by_key[key].gradient
+        if gradient is None or not isfinite(weight):
+            return None
+        seen = len(scales) + by_count + num_signs + (abs(weight - 1) > SAME)
+        beneath = beneath_mean(gradient) or 1.0
+        if gradient.num_factors - seen not in {0, int(abs(beneath - 1) > SAME)}:
+            return None
+    return written
+
+
+def _may_divide(beneath: float, number: int) -> bool:
+    """Whether what multiplies each element beneath its mean (the half of a squared error) may be a part of a division
+    by a number of passes or ranks."""
+    part = round(1 / beneath) if 0 < beneath <= 1 else 1
+    return part > 1 and abs(beneath * part - 1) <= SAME and number % part == 0
 
 
 def _share_of_elements(contributions: Contributions) -> float | None:

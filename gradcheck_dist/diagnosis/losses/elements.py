@@ -186,16 +186,20 @@ def _is_gain(contributions: Contributions, weights: Sequence[float]) -> bool:
 
 
 def _reduced(one: LossGradient, _: set[int]) -> Told:
-    """What the mean or sum goes over. Weights of elements are a part of what is reduced; masks are not, but for those
-    of some elements of a row that is reduced as a whole."""
+    """What the mean or sum goes over. Weights of elements are a part of what is reduced, and so is one number before
+    each of them; masks are not, but for those of some elements of a row that is reduced as a whole."""
     if one.num_reduced is None or one.reduced_weight is None:
         return None
-    if one.num_rows_used != one.num_reduced and not (whole(one) or _is_weighted(one)):
+    if one.num_rows_used != one.num_reduced and beneath_mean(one) is None and not _is_weighted(one):
         return None
     return one.num_reduced, one.reduced_weight
 
 
-def _elements(one: LossGradient, _: set[int]) -> Told:
+def _elements(one: LossGradient, degrees: set[int]) -> Told:
+    """What is reduced but for masks, each with what multiplies it. Half of each may be half a squared error, or what
+    two passes or ranks are divided by: neither is taken for granted."""
+    if 2 in degrees and abs((beneath_mean(one) or 1.0) - 1 / 2) <= SAME:
+        return None
     low, high = one.element_min, one.element_max
     if low is None or high is None or one.num_elements is None or not abs(high - low) <= MAX_SPREAD * abs(high):
         return None
@@ -269,6 +273,15 @@ def whole(one: LossGradient) -> bool:
     return one.element_share is not None and abs(one.element_share - 1) <= SAME and one.element_min == one.element_max
 
 
+def beneath_mean(one: LossGradient) -> float | None:
+    """The one number that multiplies each element beneath its mean or sum, as the half of a squared error does: 1 where
+    nothing does, None where elements weigh apart, some of them are left out, or nothing tells."""
+    low, high, share = one.element_min, one.element_max, one.element_share
+    if low is None or high is None or share is None or one.num_elements != one.num_reduced:
+        return 1.0 if whole(one) else None
+    return share if abs(high - low) <= MAX_SPREAD * abs(high) else None
+
+
 def _is_weighted(one: LossGradient) -> bool:
     low, high = one.element_min, one.element_max
     return low is not None and high is not None and abs(high - low) > MAX_SPREAD * abs(high)
@@ -313,7 +326,7 @@ def _right(one: Counted, measured: list[Held], judge: Judge) -> bool:
 def in_words(contributions: Contributions, measured: list[Held], judge: Judge, expect: Expect) -> str:
     """By how much the weights differ from those of a mean; "" where nothing tells. Of the mean over all elements where
     all weights differ by one number from that, else of the average of each pass's mean."""
-    counts = [_counted(contributions, words) for words in (*OF_WEIGHTED, "entries")]
+    counts = [_counted(contributions, words) for words in (*OF_WEIGHTED, "entries", "elements")]
     one = next((one for one in counts if one is not None), None)
     said = ""
     if one is None:
