@@ -132,3 +132,22 @@ def train_sequences(divided_by: str, run_dir: str, of_data: bool = False) -> Non
             ((losses.sum(1) / mask.sum(1)).sum() / num.item()).backward()
         optimizer.step()
     dist.destroy_process_group()
+
+
+def train_in_two(coefficient: float, divided: bool, run_dir: str) -> None:
+    """One step of two models behind each other: DDP averages the first one's gradients, and lines of the trainer's sum
+    the second one's, which is larger, and may divide by the ranks. Coefficients but 1 multiply the mean."""
+    _, world, first, _ = begin()
+    second = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+    for param in second.parameters():
+        dist.broadcast(param.data, 0)
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
+    with attach(run_dir):
+        loss = (second(first(torch.randn(5, 6))) - torch.randn(5, 4)).square().mean()
+        (loss if coefficient == 1 else coefficient * loss).backward()
+        for param in second.parameters():
+            dist.all_reduce(param.grad)
+            if divided:
+                param.grad /= world
+        optimizer.step()
+    dist.destroy_process_group()

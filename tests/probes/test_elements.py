@@ -216,6 +216,17 @@ def test_means_of_ranks_that_are_summed_by_hand_are_told_at_the_sum(
         assert "whole mean over its own elements" in finding.explanation
 
 
+@pytest.mark.parametrize("coefficient", [1, 0.3])
+def test_a_sum_beside_an_average_of_ranks_means_lacks_the_division(tmp_path: Path, coefficient: float) -> None:
+    """Most gradients are summed, and still it is not the average that is wrong."""
+    warm_up()
+    launch("element_workers:train_in_two", (coefficient, False, str(tmp_path / "wrong")), 2, timeout_s=60)
+    (finding,) = diagnose(read_run(tmp_path / "wrong")).findings
+    assert (finding.code, finding.factor.exact, finding.num_parameters) == ("GS104", "2", 6)
+    launch("element_workers:train_in_two", (coefficient, True, str(tmp_path / "right")), 2, timeout_s=60)
+    assert diagnose(read_run(tmp_path / "right")).findings == []
+
+
 @pytest.mark.parametrize(("times", "codes"), [(2.0, []), (1, ["GS101"])])
 def test_sums_of_all_ranks_that_are_gathered_without_gradients(tmp_path: Path, times: float, codes: list[str]) -> None:
     warm_up()

@@ -315,7 +315,8 @@ def _relative(
     """Every contribution counts as one token of weight 1; each should be scaled as most are, or by its share."""
     by_key = {key: replace(c, num_tokens=1, weight=1.0, spread=0.0) for key, c in contributions.by_key.items()}
     if shares is None or shares.expected.keys() != by_key.keys():
-        shares = Shares(dict.fromkeys(by_key, _usual(measured, by_key, _lines_that_scale(data))), "")
+        usual = _usual(measured, by_key, _lines_that_scale(data), _as_mean(contributions))
+        shares = Shares(dict.fromkeys(by_key, usual), "")
     return Aim(
         replace(contributions, by_key=by_key),
         shares.expected,
@@ -340,13 +341,28 @@ def _lines_that_scale(data: StepData) -> dict[int, int]:
             for rank, of_rank in writes.items()}  # fmt: skip
 
 
+def _as_mean(contributions: Contributions) -> float | None:
+    """What ranks' own means are to be multiplied by for their mean: 1 / ranks. None where losses are no means, or the
+    program divides them by ranks."""
+    by_key = contributions.by_key
+    num_ranks = len({key[0] for key in by_key})
+    gradients = [one.gradient for one in by_key.values() if one.gradient is not None]
+    means = len(gradients) == len(by_key) and all(one.reduced_by == "mean" for one in gradients)
+    divided = any(number % num_ranks == 0 for one in gradients for number in one.divided_by or ())
+    return 1 / num_ranks if num_ranks > 1 and means and not divided else None
+
+
 def _usual(
-    measured: list[Held], by_key: Mapping[ContributionKey, Contribution], lines: Mapping[int, int] | None = None
+    measured: list[Held],
+    by_key: Mapping[ContributionKey, Contribution],
+    lines: Mapping[int, int] | None = None,
+    meant: float | None = None,
 ) -> Fraction:
-    """The transfer from a contribution's own gradient to the optimizer's that most weights have; of several as frequent
-    ones that of ranks with the fewest `lines` that multiply gradients, that which is documented, and of the latest
-    contributions, to which least was done; as the one tells that was measured best. What came to some copies of a
-    parameter only is no example, where other weights are. 1 where nothing arrived."""
+    """The transfer from a contribution's own gradient to the optimizer's that is `meant`, where some weights have it;
+    else that which most weights have; of several as frequent ones that of ranks with the fewest `lines` that multiply
+    gradients, that which is documented, and of the latest contributions, to which least was done; as the one tells that
+    was measured best. What came to some copies of a parameter only is no example, where other weights are. 1 where
+    nothing arrived."""
     everywhere: list[Transfer] = []
     in_part: list[Transfer] = []
     seen: dict[tuple[ParamKey, ContributionKey], list[Transfer | None]] = defaultdict(list)
@@ -375,7 +391,8 @@ def _usual(
             groups[-1].append(one)
         else:
             groups.append([one])
-    best = max(groups, key=lambda group: (len(group), *_least_done(group)))
+    asked = [group for group in groups if meant is not None and abs(group[0][0] - meant) <= SAME * meant]
+    best = max(asked or groups, key=lambda group: (len(group), *_least_done(group)))
     value = min(best, key=lambda one: one[-1])[0]
     documented = [
         nominal

@@ -104,11 +104,24 @@ def _adding_alike(held: Held) -> set[int]:
 
 
 def _changed_apart(one: Counted, measured: list[Held], judge: Judge) -> bool:
-    """Whether the weights of some parameters are right, and lines that nobody recorded changed those of all others:
-    else the others' may be a coefficient, and the first the ones that were changed."""
+    """Whether the weights of some parameters are right, and lines that nobody recorded changed those of all others, or
+    nothing multiplies the means: else the others' may be a coefficient, and the first the ones that were changed."""
     judged = [held for held in judge(measured, one.contributions, one.expected) if held.cells]
     wrong = [held for held in judged if not all(cell.right for cell in held.cells)]
-    return 0 < len(wrong) < len(judged) and not any(map(_as_recorded, wrong))
+    return 0 < len(wrong) < len(judged) and (not any(map(_as_recorded, wrong)) or _are_bare(one))
+
+
+def _are_bare(one: Counted) -> bool:
+    """Whether each pass's loss is a mean that nothing multiplies, but for the number of passes, which divides it."""
+    num_passes = len({key[1:] for key in one.contributions.by_key})
+    for counted in one.contributions.by_key.values():
+        gradient, mean = counted.gradient, abs((counted.weight or 0.0) * (counted.num_tokens or 0))
+        if gradient is None or gradient.reduced_by != "mean":
+            return False
+        divided = abs(mean - 1) > SAME
+        if gradient.num_factors != int(divided) or (divided and abs(mean * num_passes - 1) > SAME):
+            return False
+    return True
 
 
 def _as_recorded(held: Held) -> bool:

@@ -93,7 +93,7 @@ def judge(case: Case) -> Answer | None:
         else "op=ReduceOp.SUM"
     )
     return Answer(
-        explanation=f"{_loss(case)}, and {wrapper} then {does} ranks: the gradient is {name} of the objective's.",
+        explanation=f"{_loss(case)}, and {wrapper} then {does} ranks: the gradient is {name} of {_whose(case)}.",
         fix=f"Use {sum_instead}, or multiply the loss by {divisor} (c = {'R' if averages else divisor}/N) so that the "
         f"{'average' if averages else 'division'} undoes it.",
     )
@@ -115,7 +115,7 @@ def _unseen(case: Case) -> Answer | None:
         return None
     return Answer(
         explanation=f"{_loss(case)}, and between these two lines, by nothing recorded, gradients are averaged over "
-        f"{size} ranks: they are 1/{size} of the objective's.",
+        f"{size} ranks: they are 1/{size} of {_whose(case)}.",
         fix=f"Add them up without dividing by {size}, or multiply the loss by {size} (c = R/N) so that it undoes it.",
     )
 
@@ -131,7 +131,7 @@ def _in_hook(case: Case, event: Reduce) -> Answer | None:
         return None
     return Answer(
         explanation=f"{_loss(case)}, and the communication hook {event.hook} then averages over {size} ranks: the "
-        f"gradient is {case.names[0].expression if case.names else f'1/{size}'} of the objective's.",
+        f"gradient is {case.names[0].expression if case.names else f'1/{size}'} of {_whose(case)}.",
         fix=f"Let the hook return the sum, or multiply the loss by {size} (c = R/N) so that its average undoes it.",
     )
 
@@ -159,7 +159,7 @@ def _in_front(case: Case, event: Reduce) -> Answer | None:
     name = case.names[0].expression if case.names else f"1/{size}"
     return Answer(
         explanation=f"{_loss(case)}, and the backward pass (a hook in it) then divides by {size} what is summed over "
-        f"{size} ranks: the gradient is {name} of the objective's.",
+        f"{size} ranks: the gradient is {name} of {_whose(case)}.",
         fix=f"Drop this division, or multiply the loss by {size} (c = R/N) so that it undoes it.",
     )
 
@@ -176,18 +176,24 @@ def _by_hand(case: Case, event: Reduce) -> Answer | None:
         return Answer(
             explanation=f"This line divides the sum over {size} ranks by {divisor:.6g}, {size} times what would be "
             f"right: by the number of ranks besides, or by a count that holds all tokens {size} times. The gradient is "
-            f"{name} of the objective's.",
+            f"{name} of {_whose(case)}.",
             fix=f"Divide by {divisor / size:.6g}: by the tokens of all ranks, once.",
         )
     return Answer(
         explanation=f"{_loss(case)}, and this line divides the sum over {size} ranks by {size} as well: the gradient "
-        f"is {name} of the objective's.",
+        f"is {name} of {_whose(case)}.",
         fix=f"Drop this division, or multiply the loss by {size} (c = R/N) so that it undoes it.",
     )
 
 
 def _loss(case: Case) -> str:
     objective = case.context.objective
+    if case.context.relative:
+        return "Other gradients are not divided by the ranks (what the losses divide by is not known)"
     if objective == "global-token-mean":
         return "The loss already divides by the tokens of all ranks"
     return f"The loss already has the whole weight that {objective} asks for"
+
+
+def _whose(case: Case) -> str:
+    return "the others'" if case.context.relative else "the objective's"

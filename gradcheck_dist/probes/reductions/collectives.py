@@ -278,6 +278,8 @@ def before_manual(
     root: int | None = None,
 ) -> list[Region] | None:
     local = getattr(tensor, "_local_tensor", tensor)
+    if not isinstance(local, Tensor):  # the `.grad` of a parameter that got none: torch refuses it
+        return None
     current = recorder.current
     if current is None and recorder.may_begin_empty:
         recorder.begins_empty([region.info for regions, _ in recorder.places.overlapping(local) for region in regions])
