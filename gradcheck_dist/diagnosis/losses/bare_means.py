@@ -52,23 +52,34 @@ def added_means(
     written = _written(data, contributions, weights, num_signs=int(negated)) if weights else None
     if written is None or any(of_rank != slots[0] for of_rank in slots) or not one_loop(data, contributions):
         return None
-    bare = {key for key, weight in written.items() if abs(weight - 1) <= SAME}
-    divided = {key for key, weight in written.items() if abs(weight * num_steps - 1) <= SAME}
-    if bare | divided != by_key.keys():
-        return None
-    numbers = {num_steps} if bare and divided else {num_ranks, *({num_steps, num_steps * num_ranks} if bare else ())}
+    # Accumulation steps, a pipeline's microbatches in each, and all of these.
+    of_passes = {num_steps, *(len(set(parts)) for parts in zip(*slots[0], strict=True))}
+    divisors = {key: _divisor(weight, {1, *of_passes}) for key, weight in written.items()}
+    wrong, numbers = set(by_key), set[int]()
+    match sorted(set(divisors.values())):
+        case [0, *_]:
+            return None
+        case [divisor]:
+            left = num_steps // divisor
+            numbers = {num_ranks, left, left * num_ranks, *(of_passes if divisor == 1 else ())}
+        case [1, last] if last == num_steps:
+            wrong, numbers = {key for key, divisor in divisors.items() if divisor == 1}, {num_steps}
     counted = {key: replace(c, num_tokens=1, weight=weights[key], spread=0.0) for key, c in by_key.items()}
     expected = dict.fromkeys(by_key, Fraction(1, len(by_key)))
     means = replace(contributions, by_key=counted)
     cells = [cell for held in judge(measured, means, expected) for cell in held.cells]
     beneath = {beneath_mean(c.gradient) for c in by_key.values() if c.gradient is not None}
-    wrong = bare or divided
     for number in numbers - {1} if cells else ():
         if any(_may_divide(one, number) for one in beneath if one is not None):
             continue
         if all(_is_times(cell, number if cell.key in wrong else 1) for cell in cells):
             return means, expected
     return None
+
+
+def _divisor(weight: float, numbers: set[int]) -> int:
+    """What a mean is divided by; 0 where that is none of these numbers."""
+    return next((number for number in numbers if abs(weight * number - 1) <= SAME), 0)
 
 
 def _is_times(cell: Cell, number: int) -> bool:

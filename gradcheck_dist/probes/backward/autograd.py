@@ -183,10 +183,16 @@ def opened(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], gr
     )
     try:
         for listener in OPEN_LISTENERS:
-            listener(recorder, current, roots, gradients is not None)
+            listener(recorder, current, roots, _are_given(gradients))
     finally:
         current.started_from = None
     current.first_of_forward = recorder.discovery.forwards.first_of(recorder, roots, kept)
+
+
+def _are_given(gradients: Any) -> bool:
+    """Whether a pass starts from a gradient of the caller's. A list of None is none: a pipeline's last stage, which
+    begins at its loss, gives that (torch/distributed/pipelining/_backward.py)."""
+    return any(one is not None for one in ([gradients] if isinstance(gradients, Tensor | None) else gradients))
 
 
 OPEN_LISTENERS: list[Callable[[Recorder, Any, list[Root], bool], None]] = []
