@@ -43,3 +43,10 @@ def test_what_arrived_on_the_rank_whose_lines_did_less_is_right() -> None:
     """One of them multiplies its own by 2 before all are added up and divided: both hold the same."""
     measured = [held(rank, [0.5] * 4 + [1] * 4, nominal=1.0) for rank in range(2)]
     assert _usual(measured, BY_KEY, {0: 1, 1: 2}) == Fraction(1, 2)
+
+
+def test_what_the_losses_ask_for_is_taken_where_some_weights_have_it() -> None:
+    """Most gradients are summed; ranks' means ask for their average."""
+    measured = [held(rank, [value] * 8) for rank in range(2) for value in (1, 1, 0.5)]
+    assert _usual(measured, BY_KEY, {}, 0.5) == Fraction(1, 2)
+    assert _usual(measured, BY_KEY, {}, 0.25) == _usual(measured, BY_KEY) == 1

@@ -233,7 +233,7 @@ def _functions_of_data(
     times = in_words(of_elements, measured, judge, asked)
     if not times and (samples := by_samples(contributions, objective)) is not None:
         times = in_means(samples.contributions, measured, judge, asked)
-    result = _relative(data, contributions, measured, times)
+    result = _relative(data, contributions, measured, times, meant=_as_mean(of_elements))
     shares = shares_of_mean(of_elements, measured, judge, asked) if _wrong(result, measured) else None
     return result if shares is None else _relative(data, contributions, measured, times, shares)
 
@@ -311,11 +311,12 @@ def _relative(
     measured: list[Held],
     times: str = "",
     shares: Shares | None = None,
+    meant: float | None = None,
 ) -> Aim:
     """Every contribution counts as one token of weight 1; each should be scaled as most are, or by its share."""
     by_key = {key: replace(c, num_tokens=1, weight=1.0, spread=0.0) for key, c in contributions.by_key.items()}
     if shares is None or shares.expected.keys() != by_key.keys():
-        usual = _usual(measured, by_key, _lines_that_scale(data), _as_mean(contributions))
+        usual = _usual(measured, by_key, _lines_that_scale(data), meant)
         shares = Shares(dict.fromkeys(by_key, usual), "")
     return Aim(
         replace(contributions, by_key=by_key),
@@ -348,8 +349,8 @@ def _as_mean(contributions: Contributions) -> float | None:
     num_ranks = len({key[0] for key in by_key})
     gradients = [one.gradient for one in by_key.values() if one.gradient is not None]
     means = len(gradients) == len(by_key) and all(one.reduced_by == "mean" for one in gradients)
-    divided = any(number % num_ranks == 0 for one in gradients for number in one.divided_by or ())
-    return 1 / num_ranks if num_ranks > 1 and means and not divided else None
+    divided = num_ranks > 1 and any(number % num_ranks == 0 for one in gradients for number in one.divided_by or ())
+    return 1 / num_ranks if by_key and means and not divided else None
 
 
 def _usual(
