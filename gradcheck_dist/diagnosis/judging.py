@@ -19,6 +19,7 @@ from gradcheck_dist.diagnosis.audits.labels import open_labels
 from gradcheck_dist.diagnosis.audits.swapped_copies import copies_are_made_up_for, counted_for_each_copy
 from gradcheck_dist.diagnosis.audits.unequal_losses import unequal_losses, unequal_weights
 from gradcheck_dist.diagnosis.audits.vocabulary import no_distribution
+from gradcheck_dist.diagnosis.audits.whole_gradients import whole_for_each, whole_is_counted_once
 from gradcheck_dist.diagnosis.audits.whole_losses import part_of_one_loss, share_is_made_up_for, shares_of_one_loss
 from gradcheck_dist.diagnosis.causes.case import Case, factor_of, first_event
 from gradcheck_dist.diagnosis.causes.experiments import between_rivals
@@ -88,7 +89,7 @@ UNPAIRED = "GS802"
 CLIP_BY_HAND = "GS601"
 """Its weights hold a clip that was meant and one that was not: what would have come without the fault is not known."""
 
-MAKE_UP = (makes_up_for, share_is_made_up_for, part_of_one_loss, copies_are_made_up_for)
+MAKE_UP = (makes_up_for, share_is_made_up_for, part_of_one_loss, copies_are_made_up_for, whole_is_counted_once)
 """Why what is off may be right: something that no weight shows makes up for it."""
 
 
@@ -237,6 +238,7 @@ def _judged(
         verdict.reasons += facts.by_norm.in_one_model(recorded.coordinate)
     if facts.weights_right:
         verdict.reasons += [*shares_of_one_loss(data, recorded), *counted_for_each_copy(data, recorded)]
+        verdict.reasons += whole_for_each(data, recorded)
     unequal = by_weights if by_weights[0] else unequal_losses(data, recorded, norms)
     for reasons, values in (unequal, no_distribution(data)):
         verdict.reasons, verdict.remarks = verdict.reasons + reasons, verdict.remarks + values

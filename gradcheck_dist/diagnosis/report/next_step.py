@@ -6,6 +6,7 @@ from gradcheck_dist.diagnosis.audits.exchanges import VERIFY
 from gradcheck_dist.diagnosis.audits.unequal_losses import ONE_LOSS, ONE_WEIGHT
 from gradcheck_dist.diagnosis.audits.verified import NOTHING_VERIFIED, SUMMAND
 from gradcheck_dist.diagnosis.audits.vocabulary import NO_DISTRIBUTION
+from gradcheck_dist.diagnosis.audits.whole_gradients import WHOLE_ON_EACH
 from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.diagnosis.losses.elements import DECLARE
 from gradcheck_dist.diagnosis.losses.marked import ASIDE, ON_THE_WAY
@@ -115,6 +116,7 @@ SAYS = {
     UNCOUNTED: "Where the loss is computed in chunks, record once with a loss that goes backward through the whole "
     "model in one pass; else compare these parameters' gradients with those of one process.",
     ASIDE: f"Let backward go through what mark_loss returns: {ON_THE_WAY}.",
+    WHOLE_ON_EACH: "Compare that gradient with one process's, of all ranks' parts; where it is right, leave it.",
     "in an order that is not known": "Let that function give the ranks' parts one after the other, as all_gather and "
     "torch.cat do, and record again; or compare these parameters' gradients with those of one process.",
     "as it updates parameters is not known": "Look whether the update divides by that number; recorded once with the "
