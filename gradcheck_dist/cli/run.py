@@ -214,7 +214,8 @@ def _judge(folder: Path, command: list[str], code: int, first: int) -> "Report |
         too_early = f", or training ended before step {first} (--steps; the first is 0)" if first else ""
         _say(
             "nothing was recorded: no process below this command computed a loss with a torch that gradcheck could "
-            f"watch{too_early}, or it said above why it was not recorded. Is gradcheck-dist installed in the "
+            f"watch{too_early}, or backward brought no parameter a gradient (functions add to `.grad` by themselves), "
+            "or it said above why it was not recorded. Is gradcheck-dist installed in the "
             f"environment that {command[0]!r} uses? "
             "`gradcheck doctor` tells what works here. The transforms of torch.func (grad, vjp, vmap) are not "
             "followed: judge the same loss by functional_call and .backward()."

@@ -105,7 +105,8 @@ SAYS = {
     VERIFY: "Run `gradcheck run --verify -- COMMAND`: it holds every module's backward against central differences.",
     NONE_ASKED_FOR: "Record steps that training reaches (--steps A:B, or attach(steps=range(A, B)); the first is 0).",
     BLIND: "Record from the first step on, or some of these steps alone (--steps): what put them out of sight "
-    "(parameters that Module.to swapped, hooks that were removed) is not there yet, or behind.",
+    "(parameters that Module.to swapped, hooks that were removed) is not there yet, or behind. Functions that add to "
+    "`.grad` by themselves are not followed: let them hand gradients to autograd.",
     NOTHING_VERIFIED: "The notes that begin with verify say why, module by module; where that cannot change, leave "
     "--verify out: all else is judged without it.",
     ONE_SEED: "Draw experts from a seed of their own on each expert-parallel rank, and record again.",
