@@ -189,3 +189,24 @@ def context_parallel_by_hand(averages: bool, run_dir: str) -> None:
             optimizer.zero_grad()
     dist.barrier()
     dist.destroy_process_group()
+
+
+def hooks_behind_an_average(factors: tuple[float, float], run_dir: str) -> None:
+    """DDP, each rank's tokens over those of all; hooks multiply the head's gradients and the others' by `factors`."""
+    from gradcheck_dist.probes import attach
+
+    dist.init_process_group("gloo")
+    with attach(run_dir, objective="global-token-mean", verify=True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, VOCAB))
+        for name, param in model.named_parameters():
+            param.register_hook(lambda grad, factor=factors[name[0] != "3"]: factor * grad)
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(2):
+            tokens, labels = batch(step, dist.get_rank())
+            (loss_of(wrapped(tokens), labels) / dist.get_world_size()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    dist.barrier()
+    dist.destroy_process_group()

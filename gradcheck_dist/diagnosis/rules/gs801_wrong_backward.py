@@ -43,7 +43,7 @@ purpose: `gradcheck run --verify --meant NAME`, with the name of the function or
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from gradcheck_dist.diagnosis.answer import Answer
 from gradcheck_dist.diagnosis.audits.backward_words import RECEIVED, explain, fix, is_group_size, pattern
@@ -58,12 +58,16 @@ from gradcheck_dist.diagnosis.audits.verified import (
     wrong_modules,
 )
 from gradcheck_dist.diagnosis.finding import Factor, Severity
+from gradcheck_dist.diagnosis.weights.cells import Held
 from gradcheck_dist.events import GradientCheck, OptimizerStep, Recompute
 from gradcheck_dist.ledger.loss_backwards import OwnBackward
 
 CODE = "GS801"
 NAME = "wrong-backward"
 REVERSED = 1e-3
+HOOK_NEAR = 1e-2
+"""Relative difference up to which what a hook did is the factor that central differences tell."""
+MEANT = "Nothing to do where that hook is meant."
 _UNKNOWN_STAGE = -2
 
 
@@ -90,11 +94,15 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
             continue  # told by GS703, with the sum that they go into
         names = parameters_of(wrong, facts.data.tracks)
         meant = _may_be_meant(check)
-        severity = _severity(check, meant, _is_lost(facts, names))
+        weighed = _is_weighed(check, names, wrong.ranks, facts.held)
+        severity = "info" if weighed else _severity(check, meant, _is_lost(facts, names))
         # Whole gradients and summands of one block are right apart, and neither way together.
         more = f" Inside, {'; '.join(summands)}." if summands and check.target == "parameters" else ""
+        more += " The weights hold that factor, and are right with it." if weighed else ""
         yield Remark(
-            answer=Answer(explanation=explain(wrong) + more, fix=fix(wrong, meant), severity=severity),
+            answer=Answer(
+                explanation=explain(wrong) + more, fix=MEANT if weighed else fix(wrong, meant), severity=severity
+            ),
             pattern=pattern(wrong),
             params=frozenset((_UNKNOWN_STAGE, name) for name in names),
             ranks=wrong.ranks,
@@ -102,6 +110,27 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
             event=check,
             factor=_factor(check),
         )
+
+
+def _is_weighed(check: GradientCheck, names: Sequence[str], ranks: Sequence[int], judged: Iterable[Held]) -> bool:
+    """Whether the weights of these parameters are right, and hold what multiplies their gradients behind backward: a
+    hook that takes back what an average divides."""
+    if check.target != "leaf" or check.shape != "scaled" or check.factor is None:
+        return False
+    concerned = [held for held in judged if held.param[1] in names and not set(ranks).isdisjoint(held.ranks)]
+    return bool(concerned) and all(_comes_out_right(held, check.factor) for held in concerned)
+
+
+def _comes_out_right(held: Held, factor: float) -> bool:
+    if held.observed is None or held.nominal is None or not held.cells:
+        return False
+    return all(
+        cell.right
+        and not cell.summands
+        and abs(held.observed[cell.column] - factor * held.nominal[cell.column])
+        <= HOOK_NEAR * abs(held.observed[cell.column])
+        for cell in held.cells
+    )
 
 
 def _by_a_loss(check: GradientCheck, own_backwards: Iterable[OwnBackward]) -> bool:
