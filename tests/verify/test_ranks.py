@@ -139,12 +139,14 @@ def test_a_rank_alone_needs_no_store() -> None:
 
 def test_hooks_that_take_back_what_an_average_divides_are_a_remark(tmp_path: Path) -> None:
     """The weights hold what they multiply. Where these are wrong with it, the hook is a fault."""
-    for name, factors in (("right", (2.0, 2.0)), ("wrong", (6.0, 2.0))):
+    found = {}
+    for name, factors in (("right", (2.0, 2.0, 1.0)), ("output", (1.0, 1.0, 2.0)), ("wrong", (6.0, 2.0, 1.0))):
         launch("verify_workers:hooks_behind_an_average", (factors, str(tmp_path / name)), 2, timeout_s=60)
-    right = gradcheck_dist.diagnose(gradcheck_dist.read_run(tmp_path / "right"))
-    wrong = gradcheck_dist.diagnose(gradcheck_dist.read_run(tmp_path / "wrong"))
-    assert right.verdict == "clean" and {one.severity for one in right.findings} == {"info"}
-    assert all("The weights hold that factor, and are right with it" in one.explanation for one in right.findings)
+        found[name] = gradcheck_dist.diagnose(gradcheck_dist.read_run(tmp_path / name))
+    for right in (found["right"], found["output"]):
+        assert right.verdict == "clean" and {one.severity for one in right.findings} == {"info"}
+        assert all("The weights hold that factor, and are right with it" in one.explanation for one in right.findings)
+    wrong = found["wrong"]
     accused = [one for one in wrong.findings if one.severity == "error"]
     assert wrong.verdict == "findings" and {unit for one in accused for unit in one.units} <= {
         "3.*",

@@ -191,8 +191,9 @@ def context_parallel_by_hand(averages: bool, run_dir: str) -> None:
     dist.destroy_process_group()
 
 
-def hooks_behind_an_average(factors: tuple[float, float], run_dir: str) -> None:
-    """DDP, each rank's tokens over those of all; hooks multiply the head's gradients and the others' by `factors`."""
+def hooks_behind_an_average(factors: tuple[float, float, float], run_dir: str) -> None:
+    """DDP, each rank's tokens over those of all; hooks multiply the head's gradients, the others', and that of the
+    output by `factors`."""
     from gradcheck_dist.probes import attach
 
     dist.init_process_group("gloo")
@@ -205,7 +206,9 @@ def hooks_behind_an_average(factors: tuple[float, float], run_dir: str) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(2):
             tokens, labels = batch(step, dist.get_rank())
-            (loss_of(wrapped(tokens), labels) / dist.get_world_size()).backward()
+            logits = wrapped(tokens)
+            logits.register_hook(lambda grad: factors[2] * grad)
+            (loss_of(logits, labels) / dist.get_world_size()).backward()
             optimizer.step()
             optimizer.zero_grad()
     dist.barrier()

@@ -59,7 +59,7 @@ from gradcheck_dist.diagnosis.audits.verified import (
 )
 from gradcheck_dist.diagnosis.finding import Factor, Severity
 from gradcheck_dist.diagnosis.weights.cells import Held
-from gradcheck_dist.events import GradientCheck, OptimizerStep, Recompute
+from gradcheck_dist.events import GradientCheck, LossGradient, OptimizerStep, Recompute
 from gradcheck_dist.ledger.loss_backwards import OwnBackward
 
 CODE = "GS801"
@@ -94,7 +94,7 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
             continue  # told by GS703, with the sum that they go into
         names = parameters_of(wrong, facts.data.tracks)
         meant = _may_be_meant(check)
-        weighed = _is_weighed(check, names, wrong.ranks, facts.held)
+        weighed = _is_weighed(check, names, wrong.ranks, facts)
         severity = "info" if weighed else _severity(check, meant, _is_lost(facts, names))
         # Whole gradients and summands of one block are right apart, and neither way together.
         more = f" Inside, {'; '.join(summands)}." if summands and check.target == "parameters" else ""
@@ -112,13 +112,24 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
         )
 
 
-def _is_weighed(check: GradientCheck, names: Sequence[str], ranks: Sequence[int], judged: Iterable[Held]) -> bool:
-    """Whether the weights of these parameters are right, and hold what multiplies their gradients behind backward: a
-    hook that takes back what an average divides."""
+def _is_weighed(check: GradientCheck, names: Sequence[str], ranks: Sequence[int], facts: StepFacts) -> bool:
+    """Whether the weights of these parameters are right, and hold what multiplies their gradients behind backward, or
+    at the whole model's output: a hook that takes back what an average divides."""
     if check.target != "leaf" or check.shape != "scaled" or check.factor is None:
         return False
-    concerned = [held for held in judged if held.param[1] in names and not set(ranks).isdisjoint(held.ranks)]
-    return bool(concerned) and all(_comes_out_right(held, check.factor) for held in concerned)
+    behind = check.factor
+    if check.name == ALL_PARAMETERS:
+        at_losses = {
+            event.hooks_factor or 1.0
+            for rank in ranks
+            for event in facts.data.events.get(rank, ())
+            if isinstance(event, LossGradient)
+        }
+        if len(at_losses) > 1:
+            return False
+        behind /= next(iter(at_losses), 1.0)
+    concerned = [held for held in facts.held if held.param[1] in names and not set(ranks).isdisjoint(held.ranks)]
+    return bool(concerned) and all(_comes_out_right(held, behind) for held in concerned)
 
 
 def _comes_out_right(held: Held, factor: float) -> bool:
