@@ -66,6 +66,32 @@ def test_a_mean_that_nothing_multiplies_stands_for_the_whole(tmp_path: Path, nam
         assert (report.verdict, report.findings, report.reasons) == ("clean", [], [])
 
 
+@pytest.mark.parametrize("divisor", [STEPS, 1])
+def test_a_number_that_is_computed_from_gradients_for_another_term_is_its_coefficient(
+    tmp_path: Path, divisor: int
+) -> None:
+    """An adversarial loss, weighed in each pass by the norms of both losses' gradients at the last layer: looking at
+    these keeps no loss apart from the passes that accumulate."""
+    torch.manual_seed(0)
+    model, last = nn.Sequential(nn.Linear(6, 32), nn.Tanh()), nn.Linear(32, 2 * HEADS)
+    critic = nn.Linear(2 * HEADS, 1).requires_grad_(False)
+    optimizer = torch.optim.SGD([*model.parameters(), *last.parameters()], lr=0.1)
+    with attach(tmp_path):
+        for size in EQUAL:
+            made = last(model(torch.randn(size, 6)))
+            distance, fooled = near(made, torch.randn(size, HEADS)), -critic(made).mean()
+            norms = [torch.autograd.grad(one, last.weight, retain_graph=True)[0].norm() for one in (distance, fooled)]
+            ((distance + 0.8 * norms[0] / norms[1] * fooled) / divisor).backward()
+        optimizer.step()
+    report = diagnose(read_run(tmp_path))
+    assert report.findings == []
+    if divisor == STEPS:
+        assert (report.verdict, report.reasons) == ("clean", [])
+    else:
+        assert report.verdict == "undetermined"
+        assert any(f"weighs x {STEPS} of what it would" in reason for reason in report.reasons), report.reasons
+
+
 def test_what_stands_before_each_term_is_told(tmp_path: Path) -> None:
     (remark,) = trained(tmp_path, RIGHT["the other first"]).coverage.notes
     assert "adds up mse_loss and 0.3 x abs, as is written there, the first of which tells" in remark

@@ -20,12 +20,14 @@ NOTHING = 1e-6
 """Transfers below this are none: float32 rounding leaves some 1e-8."""
 TELLS = 0.5
 """Of the weight that is documented: noise below it tells nothing from that weight."""
+MOST = 0.5
 Line = tuple[str, int]
 
 
 def looked_at(data: StepData, contributions: Contributions, measured: Iterable[Held]) -> set[ContributionKey]:
     """Contributions of lines whose gradients were all returned and weigh nothing in any parameter; none where that is
-    true of all, or where a weight could not be measured."""
+    true of all. A line's passes are alike, so where most were measured, the rest may be what an accumulated gradient is
+    the sum of (the last layer's, looked at for each loss of a pass), which no measurement tells from it."""
     lines: dict[Line, set[ContributionKey]] = defaultdict(set)
     accumulated: set[ContributionKey] = set()
     for rank, events in data.events.items():
@@ -42,7 +44,7 @@ def looked_at(data: StepData, contributions: Contributions, measured: Iterable[H
     found = {
         key
         for keys in lines.values()
-        if keys <= measured_keys and not keys & (weighs | accumulated)
+        if len(keys & measured_keys) > MOST * len(keys) and not keys & (weighs | accumulated)
         for key in keys
         if key in contributions.by_key
     }

@@ -36,16 +36,18 @@ class MainTerm(NamedTuple):
 
 
 def main_term(data: StepData, contributions: Contributions) -> MainTerm | None:
-    """The term that tells what each pass weighs. None where passes are no sums of the same terms, where what stands
-    before a term changes from pass to pass, and where none stands for the whole."""
+    """The term that tells what each pass weighs. None where passes are no sums of the same terms, and where none stands
+    for the whole: a mean that nothing multiplies does, whatever number the program computes for another in each pass
+    (by the norms of gradients, as adversarial losses are weighed), and else only terms with one number in all passes.
+    """
     terms = _terms(data, contributions)
-    if not terms or not all(_is_written(term, contributions) for term in terms):
-        return None
     main = next((term for term in terms if _is_mean(term, contributions)), None)
     if main is not None and _may_average_terms(terms, contributions):
         return None
     if main is not None:
         return MainTerm(_told_by(main, contributions), _in_words(terms, main))
+    if not terms or not all(_is_written(term, contributions) for term in terms):
+        return None
     if all(event.reduced_by == "sum" for term in terms for event in term.values()):
         main = min(terms, key=_num_factors)
         return MainTerm(_told_by(main, contributions), _in_words(terms, main))
@@ -139,6 +141,7 @@ def _in_words(terms: list[Term], main: Term) -> str:
     told = []
     for term in (main, *[term for term in terms if term is not main]):
         before = list(_before(term).values())
-        number = f"{before[0]:.4g} x " if _one_number(before) and abs(before[0] - 1) > SAME else ""
+        number = f"{before[0]:.4g} x " if abs(before[0] - 1) > SAME else ""
+        number = number if _one_number(before) else f"{min(before):.4g} to {max(before):.4g} x "
         told.append(number + next(iter(term.values())).op)
     return f"adds up {' and '.join(told)}, as is written there, the first of which tells"

@@ -68,11 +68,12 @@ def _watch(recorder: Recorder, original: Callable[..., Any], gradients_at: int) 
                 recorder.captures.holds(BACKWARD)
             return original(*args, **kwargs)
         current = open_pass(recorder)
+        if current is not None:
+            current.returned = gradients_at == OF_GRAD
         if recorder.current is not None and not recorder.suspended:
             opened(recorder, args, kwargs, gradients_at)
         if current is None:
             return original(*args, **kwargs)
-        current.returned = gradients_at == OF_GRAD
         try:
             return original(*args, **kwargs)
         finally:

@@ -41,16 +41,40 @@ from gradcheck_dist.probes.recording.sites import calls
 HALF = 0.5
 
 
-class Passes:
+class _Passes:
     """`closed_at`: the sequence number of autograd nodes when the last pass was over; what is older was computed before
-    it. `calls`: whence the last pass of the step was called, None before its first."""
+    it. `begin` tells whence the last pass of the step was called, None before its first."""
 
     def __init__(self) -> None:
         self.closed_at = 0
-        self.calls: int | None = None
+        self._step = -1
+        self._calls: int | None = None
 
-    def close(self) -> None:
-        self.closed_at = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+    def begin(self, step: int, here: int) -> int | None:
+        before = self._calls if self._step == step else None
+        self._step, self._calls = step, here
+        return before
+
+
+class Passes:
+    """A gradient that is given to the caller may only be looked at (its norm balances losses, or is a penalty), so it
+    does not stand between passes that accumulate."""
+
+    def __init__(self) -> None:
+        self._every, self._accumulating = _Passes(), _Passes()
+
+    def begin(self, recorder: Recorder, current: BackwardPass) -> tuple[bool, int]:
+        """Whether a pass is called from where the one before it in this step was, and when that one was over."""
+        here = calls()
+        before = self._every.begin(recorder.step, here)
+        if current.returned:
+            return before in (None, here), self._every.closed_at
+        before = self._accumulating.begin(recorder.step, here)
+        return before in (None, here), self._accumulating.closed_at
+
+    def close(self, current: BackwardPass) -> None:
+        for passes in (self._every,) if current.returned else (self._every, self._accumulating):
+            passes.closed_at = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
 
 
 def watch(recorder: Recorder, current: BackwardPass, root: Root, passes: Passes) -> None:
@@ -58,9 +82,9 @@ def watch(recorder: Recorder, current: BackwardPass, root: Root, passes: Passes)
     of the same loop. How many elements they go over is noted in steps that are sampled; in others, only a root that is
     one of them is watched."""
     elements = recorder.sampling
-    before, passes.calls = passes.calls if recorder.accumulation_step else None, calls()
+    is_of_loop, closed_at = passes.begin(recorder, current)
     top, above, parts = summands(root.grad_fn, root.output_nr)
-    if before not in (None, passes.calls) or (len(parts) > 1 and not elements):
+    if not is_of_loop or (len(parts) > 1 and not elements):
         return
     reduced = [found for edge, _ in parts if (found := reduced_at(edge)) is not None]
     bodies = [found.body or found.node for found in reduced]
@@ -68,7 +92,7 @@ def watch(recorder: Recorder, current: BackwardPass, root: Root, passes: Passes)
         if elements and current.computed:  # one term may be reduced part by part
             _watch_sequences(recorder, current, top, num_factors(above))
         return
-    if any(found.node._sequence_nr() < passes.closed_at for found in reduced):
+    if any(found.node._sequence_nr() < closed_at for found in reduced):
         return
     for (_, factors), found, body in zip(parts, reduced, bodies, strict=True):
         numbers = [*above, *factors]

@@ -42,7 +42,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
 
     def end(recorder: Recorder, current: BackwardPass) -> None:
         nothing_seen(recorder, current)
-        passes.close()
+        passes.close(current)
 
     autograd.OPEN_LISTENERS.append(begin)
     autograd.CLOSE_LISTENERS.append(end)
