@@ -112,6 +112,30 @@ def train_with_one_left_out(run_dir: str, finds: bool) -> None:
     dist.destroy_process_group()
 
 
+def train_in_turns(run_dir: str, divides: bool) -> None:
+    """Two optimizers that step by turns, each with the other's parameters frozen for its passes, in one wrapped model.
+    `divides` their losses by the ranks once more, which is wrong."""
+    from gradcheck_dist.probes import attach
+
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    with attach(run_dir):
+        model = Net()
+        wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+        parts = [list(model.head.parameters()), [*model.embedding.parameters(), *model.inner.parameters()]]
+        num_tokens = sum(int((batch(r, k)[1] >= 0).sum()) for r in range(world) for k in range(2))
+        scale = 1 if divides else world
+        for mine in parts:
+            for param in model.parameters():
+                param.requires_grad_(any(param is one for one in mine))
+            for k in range(2):
+                wrapped.require_backward_grad_sync = k == 1
+                (token_sum(wrapped, batch(rank, k)) * scale / num_tokens).backward()
+            torch.optim.SGD(mine, lr=0.05).step()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def train_with_sharded_hooks(run_dir: str, divides: bool) -> None:
     """Parameters that FSDP2 shards over one rank each, whose hooks add up the ranks' gradients; `divides` is right."""
     from torch.distributed.device_mesh import init_device_mesh

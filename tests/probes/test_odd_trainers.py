@@ -67,6 +67,20 @@ def test_a_wrapper_that_waits_for_a_parameter_which_is_left_out_reduces_none(
     assert not found or "find_unused_parameters" in report.next_step
 
 
+@pytest.mark.parametrize(("divides", "found"), [(False, []), (True, [("GS101", [0, 1])])])
+def test_a_wrapper_reduces_what_is_frozen_while_another_optimizer_has_its_turn(
+    divides: bool, found: list[tuple[str, list[int]]], tmp_path: Path
+) -> None:
+    warm_up()
+    launch("odd_workers:train_in_turns", (str(tmp_path / "run"), divides), 2, timeout_s=60)
+    run = read_run(tmp_path / "run")
+    report = diagnose(run)
+    assert [(finding.code, finding.steps) for finding in report.findings] == found, report.findings
+    reduced = [event.step for event in run.ranks[0].events if isinstance(event, Reduce)]
+    assert reduced == [0, 1]
+    assert diagnose(run, steps=range(1, 2)).run.axes["dp_replicate"] == 2
+
+
 @pytest.mark.parametrize(("divides", "found"), [(True, []), (False, ["GS303"])])
 def test_what_hooks_reduce_of_sharded_parameters_is_recorded(divides: bool, found: list[str], tmp_path: Path) -> None:
     warm_up()

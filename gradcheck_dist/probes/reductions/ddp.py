@@ -34,11 +34,25 @@ _AVERAGING_HOOKS = {
 
 
 class _State:
-    """What is known of one DDP instance."""
+    """What is known of one DDP instance. `frozen`: parameters that the reducer has had from the start and that ask for
+    no gradient now, as those of an optimizer whose turn it is not."""
 
-    def __init__(self, ddp: DistributedDataParallel, wrapper: int, infos: list[ParamInfo]) -> None:
-        self.ddp, self.wrapper, self.infos = ddp, wrapper, infos
+    def __init__(self, ddp: DistributedDataParallel, wrapper: int) -> None:
+        self.ddp, self.wrapper = ddp, wrapper
+        self.infos: list[ParamInfo] = []
+        self.frozen: list[ParamInfo] = []
         self.group = tuple(dist.get_process_group_ranks(ddp.process_group))
+
+    def take(self, recorder: Recorder, infos: list[ParamInfo]) -> None:
+        """The reducer has these parameters."""
+        self.frozen = [info for info in infos if not info.param.requires_grad]
+        for info in infos:
+            if info.param.requires_grad:
+                known = info.managed_by == "ddp"
+                info.managed_by, info.wrapper = "ddp", self.wrapper
+                if not known:
+                    recorder.discovery.hook_accumulated(info)
+                self.infos.append(info)
 
 
 def install(recorder: Recorder, patches: Patches) -> None:
@@ -47,6 +61,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
         def init(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
             made(recorder, self)
             original(self, *args, **kwargs)
+            built(recorder, self)
 
         return init
 
@@ -73,6 +88,13 @@ def made(recorder: Recorder, module: nn.Module) -> None:
     recorder.registry.wrapper_sites[id(module)] = caller_site()
 
 
+@guarded("ddp")
+def built(recorder: Recorder, ddp: DistributedDataParallel) -> None:
+    """Its reducer has what asks for a gradient now, whatever is frozen in a pass."""
+    params = ddp.module.named_parameters()
+    recorder.registry.wrapper_trains[id(ddp)] = {name for name, param in params if param.requires_grad}
+
+
 def find_wrappers(recorder: Recorder, root: nn.Module) -> None:
     for name, module in root.named_modules():
         if isinstance(module, DistributedDataParallel):
@@ -86,16 +108,17 @@ def state_of(recorder: Recorder, ddp: DistributedDataParallel, name: str = "") -
         group = tuple(dist.get_process_group_ranks(ddp.process_group))
         wrapper = recorder.registry.wrapper(ddp, "ddp", name or type(ddp.module).__name__, group)
         ignored: set[str] = getattr(ddp, "parameters_to_ignore", set())
-        infos = []
+        trained = recorder.registry.wrapper_trains.get(id(ddp))
+        state = states[id(ddp)] = _State(ddp, wrapper)
+        found = []
         for param_name, param in ddp.module.named_parameters():
             info = recorder.registry.find(param)
-            if info is not None and param_name not in ignored and param.requires_grad:
-                known = info.managed_by == "ddp"
-                info.managed_by, info.wrapper = "ddp", wrapper
-                if not known:
-                    recorder.discovery.hook_accumulated(info)
-                infos.append(info)
-        state = states[id(ddp)] = _State(ddp, wrapper, infos)
+            has_it = param.requires_grad if trained is None else param_name in trained
+            if info is not None and has_it and param_name not in ignored:
+                found.append(info)
+        state.take(recorder, found)
+    elif state.frozen:
+        state.take(recorder, state.frozen)
     return state
 
 
