@@ -9,7 +9,7 @@ from probe_workers import Net, batch, token_sum, with_and_without
 from torch.nn.parallel import DistributedDataParallel
 
 STEPS = 2
-VARIANTS = ("a copy", "returned", "put back", "returned, one batch", "a copy, one batch")
+VARIANTS = ("a copy", "returned", "put back", "returned, of all", "returned, one batch", "a copy, one batch")
 
 
 def train(variant: str) -> int:
@@ -21,6 +21,9 @@ def train(variant: str) -> int:
     held_out = batch(world, STEPS)
     for step in range(STEPS):
         own = batch(0 if "one batch" in variant else rank, step)
+        if "of all" in variant:  # the step's own gradient once more, to compare the two
+            tokens, labels = zip(*[batch(one, step) for one in range(world)], strict=True)
+            held_out = (torch.cat(tokens), torch.cat(labels))
         count = (own[1] >= 0).sum().float()
         dist.all_reduce(count)
         optimizer.zero_grad()

@@ -17,7 +17,13 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
 
 
 @pytest.mark.parametrize(
-    ("variant", "verdict"), [("a copy", "undetermined"), ("returned", "clean"), ("put back", "undetermined")]
+    ("variant", "verdict"),
+    [
+        ("a copy", "undetermined"),
+        ("returned", "clean"),
+        ("put back", "undetermined"),
+        ("returned, of all", "undetermined"),
+    ],
 )
 def test_nobody_is_accused_of_a_batch_that_no_optimizer_reads(
     reports: dict[str, Report], variant: str, verdict: str

@@ -27,7 +27,8 @@ Line = tuple[str, int]
 def looked_at(data: StepData, contributions: Contributions, measured: Iterable[Held]) -> set[ContributionKey]:
     """Contributions of lines whose gradients were all returned and weigh nothing in any parameter; none where that is
     true of all. A line's passes are alike, so where most were measured, the rest may be what an accumulated gradient is
-    the sum of (the last layer's, looked at for each loss of a pass), which no measurement tells from it."""
+    the sum of (the last layer's, looked at for each loss of a pass), which no measurement tells from it. Where nothing
+    at all is told apart (a gradient on all ranks' batches, to compare with), it is as torch documents it."""
     lines: dict[Line, set[ContributionKey]] = defaultdict(set)
     accumulated: set[ContributionKey] = set()
     for rank, events in data.events.items():
@@ -40,7 +41,10 @@ def looked_at(data: StepData, contributions: Contributions, measured: Iterable[H
                     accumulated.add(key)
     if not lines:
         return set()
+    measured = [held for held in measured if held.observed is not None]
     weighs, measured_keys = weighing(measured)
+    if measured and all(np.isnan(held.observed).all() for held in measured if held.observed is not None):
+        weighs, measured_keys = set(), {key for keys in lines.values() for key in keys}
     found = {
         key
         for keys in lines.values()

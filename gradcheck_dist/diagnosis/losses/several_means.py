@@ -19,7 +19,7 @@ import msgspec
 
 from gradcheck_dist.diagnosis.losses.elements import weights_of_passes
 from gradcheck_dist.diagnosis.weights.degrees import degrees_of
-from gradcheck_dist.events import Event, LossTerm, ReducedGradient
+from gradcheck_dist.events import Backward, Event, LossTerm, ReducedGradient
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
 from gradcheck_dist.ledger.tracks import StepData
 
@@ -36,24 +36,28 @@ class MainTerm(NamedTuple):
 
 
 def main_term(data: StepData, contributions: Contributions) -> MainTerm | None:
-    """The term that tells what each pass weighs. None where passes are no sums of the same terms, and where none stands
-    for the whole: a mean that nothing multiplies does, whatever number the program computes for another in each pass
-    (by the norms of gradients, as adversarial losses are weighed), and else only terms with one number in all passes.
-    """
+    """The term that tells what each pass weighs. None where passes are no sums of the same terms, where what stands
+    before a term changes from pass to pass, and where none stands for the whole. It may change beside a mean that
+    nothing multiplies where the program was given gradients in between, by whose norms it weighs the others."""
     terms = _terms(data, contributions)
     main = next((term for term in terms if _is_mean(term, contributions)), None)
+    if not terms or not (all(_is_written(term, contributions) for term in terms) or (main and _was_given(data))):
+        return None
     if main is not None and _may_average_terms(terms, contributions):
         return None
     if main is not None:
         return MainTerm(_told_by(main, contributions), _in_words(terms, main))
-    if not terms or not all(_is_written(term, contributions) for term in terms):
-        return None
     if all(event.reduced_by == "sum" for term in terms for event in term.values()):
         main = min(terms, key=_num_factors)
         return MainTerm(_told_by(main, contributions), _in_words(terms, main))
     without = [_without_coefficient(term, contributions) for term in terms]
     found = without[0] if None not in without else None
     return MainTerm(found, _in_words(terms, terms[0])) if found is not None else None
+
+
+def _was_given(data: StepData) -> bool:
+    """Whether each rank's lines asked for gradients of the model, which torch.autograd.grad hands to them."""
+    return all(any(isinstance(e, Backward) and e.returned for e in of_rank) for of_rank in data.events.values())
 
 
 def _without_coefficient(term: Term, contributions: Contributions) -> Contributions | None:

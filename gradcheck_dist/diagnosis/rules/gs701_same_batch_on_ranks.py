@@ -38,7 +38,7 @@ import numpy as np
 from gradcheck_dist.axes import Axes
 from gradcheck_dist.diagnosis.answer import Answer
 from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
-from gradcheck_dist.diagnosis.losses.returned import weighing
+from gradcheck_dist.diagnosis.losses.returned import looked_at, weighing
 from gradcheck_dist.ledger.contributions import Contribution, ContributionKey
 from gradcheck_dist.ledger.exchanges import GATHER, SLICE, SUM, passed
 from gradcheck_dist.ledger.repeated_batches import repeating
@@ -130,10 +130,11 @@ def _repeated(facts: StepFacts) -> Iterator[Remark]:
 
 
 def _taking_part(facts: StepFacts) -> list[Contribution]:
-    """Contributions but for those of which surely nothing is in what an optimizer reads."""
+    """Contributions but for those that were looked at, or of which surely nothing is in what an optimizer reads."""
     weighs, seen = weighing(facts.held)
     joined = {key for held in facts.held for key in held.replay.basis.keys}
     nowhere = (seen - weighs) | (_with_gradients(facts) - joined)
+    nowhere |= looked_at(facts.data, facts.contributions, facts.held)
     return [one for key, one in facts.contributions.by_key.items() if key not in nowhere]
 
 
