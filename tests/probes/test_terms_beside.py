@@ -160,6 +160,27 @@ def test_a_scalar_that_scales_activations_is_no_attached_loss(tmp_path: Path) ->
     assert (report.verdict, report.coverage.problems + report.coverage.notes) == ("clean", [])
 
 
+@pytest.mark.parametrize(("number", "found"), [(0.1, []), (6 / 7, ["GS303"])], ids=["written", "a wrong count"])
+def test_a_loss_of_a_pass_of_its_own_has_a_coefficient_beside_passes_that_count_nothing(
+    tmp_path: Path, number: float, found: list[str]
+) -> None:
+    """A generator's adversary goes backward first, in microbatches, and a classifier's loss by itself behind them."""
+    torch.manual_seed(0)
+    model, critic, head = nn.Sequential(nn.Linear(4, 16), nn.Tanh()), nn.Linear(16, 1), nn.Linear(16, 5)
+    parts = nn.ModuleList([model, critic, head])
+    optimizer = torch.optim.SGD(parts.parameters(), lr=0.1)
+    with gradcheck_dist.attach(tmp_path / "run"):
+        for _ in range(2):
+            for _ in range(STEPS):
+                (critic(model(torch.randn(6, 4))).mean() / STEPS).backward()
+            (number * main(head(model(torch.randn(6, 4))))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    report = diagnose(read_run(tmp_path / "run"))
+    assert [finding.code for finding in report.findings] == found
+    assert found or any("enters backward with x 0.1: whether this is a coefficient" in one for one in report.reasons)
+
+
 def test_a_term_is_found_behind_the_outputs_of_a_ddp_module(tmp_path: Path) -> None:
     class WithLoss(nn.Linear):
         """As transformers' models: what forward gives holds the loss and the terms that it is made of."""

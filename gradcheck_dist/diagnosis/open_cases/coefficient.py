@@ -9,7 +9,7 @@ from gradcheck_dist.diagnosis.causes.case import Case
 from gradcheck_dist.diagnosis.norms.clips import is_round
 from gradcheck_dist.diagnosis.weights.degrees import is_of_degrees, same
 from gradcheck_dist.diagnosis.weights.loops import one_loop
-from gradcheck_dist.events import AmpUnscale
+from gradcheck_dist.events import AmpUnscale, Loss, LossGradient
 from gradcheck_dist.ledger.contributions import Contribution, Contributions, losses_of_rank
 from gradcheck_dist.ledger.tracks import StepData
 
@@ -71,9 +71,28 @@ def _may_be_meant(case: Case, data: StepData) -> bool:
     if all(c.loss is not None and c.loss.op == SOFT_TARGETS for c in counted):
         # Distillation is multiplied by the temperature's square, and more.
         return not _adds_up_means(case, data) or _by_temperature(case, data)
-    if _added(case) or _before_each(case) or _labels_alone(case):
+    if _added(case) or _before_each(case) or _labels_alone(case) or _between_passes(case, data):
         return True
     return _beside_others(case) or bool(_counted_as_one(case, data))
+
+
+def _between_passes(case: Case, data: StepData) -> bool:
+    """Whether a factor is a number that people write and none of passes and ranks, beside passes whose losses count
+    nothing: tasks that go backward one by one (a generator's adversary, then a classifier) have coefficients, too."""
+    counted = case.context.contributions
+    if not is_round(case.pattern.factor) or is_of_degrees(case.pattern.factor, counted):
+        return False
+    for rank, coordinate in counted.coordinate.items():
+        events = data.events.get(rank, [])
+        known = {e.loss_id for e in events if isinstance(e, Loss) and e.num_tokens is None}
+        uncounted = {
+            (coordinate, e.accumulation_step, e.microbatch)
+            for e in events
+            if isinstance(e, LossGradient) and e.num_tokens is None and e.loss_id in known
+        }
+        if not uncounted - counted.by_key.keys():
+            return False
+    return bool(counted.coordinate)
 
 
 def _adds_up_means(case: Case, data: StepData) -> bool:
