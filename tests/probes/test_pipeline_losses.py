@@ -1,4 +1,4 @@
-"""Losses that count no tokens behind torch's pipelines, whose last stage gives backward a list of no gradients."""
+"""Losses that count no tokens behind torch's pipelines, whose last stage gives backward no gradient, or one of ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
     return judged_beside(tmp_path_factory, "pipeline_loss_workers:train_all", VARIANTS)
 
 
-@pytest.mark.parametrize("variant", ["divided by the schedule", "divided in the loss", "accumulated"])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        *("divided by the schedule", "divided in the loss", "accumulated"),
+        *("all forwards first", "zero bubble", "zero bubble in a V"),
+    ],
+)
 def test_means_that_are_divided_once_are_clean(reports: dict[str, Report], variant: str) -> None:
     report = reports[variant]
     assert (report.verdict, report.findings, report.coverage.problems) == ("clean", [], [])
@@ -25,6 +31,8 @@ def test_means_that_are_divided_once_are_clean(reports: dict[str, Report], varia
     ("variant", "code", "factor"),
     [
         ("divided by nobody", "GS303", "microbatches"),
+        ("all forwards first, divided by nobody", "GS303", "microbatches"),
+        ("zero bubble, divided by nobody", "GS303", "microbatches"),
         ("halved on the first stage", "GS000", "1/pp"),
         ("accumulated, divided by the schedule", "GS201", "microbatches^-(K-1-k)"),
         ("accumulated, undivided", "GS303", "accumulation_steps"),

@@ -66,6 +66,8 @@ class Passes:
     def begin(self, recorder: Recorder, current: BackwardPass) -> tuple[bool, int]:
         """Whether a pass is called from where the one before it in this step was, and when that one was over."""
         here = calls()
+        if recorder.in_pipeline:  # whose microbatches are no tasks, though some schedules run all forwards first
+            return self._accumulating.begin(recorder.step, here) in (None, here), 0
         before = self._every.begin(recorder.step, here)
         if current.returned:
             return before in (None, here), self._every.closed_at

@@ -95,7 +95,8 @@ def look(
     current.computed = found.is_computed(own)  # also where targets are the model's own, as those of a reverse KL are
     if len(roots) == 1 and not found.losses:
         by_gradient.begins_at(roots[0])
-    if not has_gradients and len(roots) == 1 and roots[0].numel() == 1:
+    # Zero-bubble schedules of torch's give their last stage's loss a gradient of ones.
+    if (not has_gradients or recorder.in_pipeline) and len(roots) == 1 and roots[0].numel() == 1:
         function = function_of(roots[0].grad_fn)
         nameless = f"{FUNCTION}{function}" if function else "unknown"
         current.root_loss = ", ".join(dict.fromkeys(found.others)) or nameless
@@ -196,10 +197,12 @@ def _hook(recorder: Recorder, node: Any, arrived: Callable[[Tensor], None], inde
 
 @guarded("unseen")
 def nothing_seen(recorder: Recorder, current: BackwardPass) -> None:
-    """A scalar was differentiated and no loss below it was recognised: the root itself is taken down as the loss."""
+    """A scalar was differentiated and no loss below it was recognised: the root itself is taken down as the loss. The
+    part of a pass that a zero-bubble schedule runs first reaches no parameter."""
     for handle in current.handles:
         handle.remove()
-    if current.root_loss is None or not current.touched or recorder.loss_seen_in == current.seq:
+    reaches = current.touched or recorder.in_pipeline
+    if current.root_loss is None or not reaches or recorder.loss_seen_in == current.seq:
         return
     loss_id = tell_loss(recorder, current.root_loss, "unknown", None, None)
     told = [term.told for term in current.reduced]
