@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 
-from gradcheck_dist.events import Backward, OptimizerStep, ZeroGrad
+from gradcheck_dist.events import SHARDING, Backward, OptimizerStep, Reduce, ZeroGrad
 from gradcheck_dist.ledger.contributions import Contribution, ContributionKey, Contributions
 from gradcheck_dist.ledger.tracks import StepData
 from gradcheck_dist.trace.label_hashes import tell_no_batch
@@ -42,6 +42,25 @@ def discarded(data: StepData, contributions: Contributions) -> set[ContributionK
             (lost if gone else kept).add(key)
     lost -= kept
     return lost if kept & set(contributions.by_key) else set()
+
+
+def never_reduced(data: StepData, contributions: Contributions) -> set[ContributionKey]:
+    """Contributions that a sharding wrapper of torch's keeps for a reduction that does not come before the step's first
+    optimizer does (`set_requires_gradient_sync(False)` in the last pass): nobody threw these away."""
+    waiting: set[ContributionKey] = set()
+    for rank, events in data.events.items():
+        first = next((event.seq for event in events if isinstance(event, OptimizerStep)), None)
+        reduced: dict[int, int] = {}  # the last reduction of each parameter
+        for event in events:
+            if isinstance(event, Reduce) and event.impl in SHARDING and (first is None or event.seq < first):
+                reduced |= dict.fromkeys(data.params_of(rank, event.params), event.seq)
+        for event in events:
+            if isinstance(event, Backward) and event.params is not None:
+                touched = data.params_of(rank, event.params)
+                if touched and all(reduced.get(param, event.seq) < event.seq for param in touched):
+                    coordinate = contributions.coordinate.get(rank, rank)
+                    waiting.add((coordinate, event.accumulation_step, event.microbatch))
+    return waiting
 
 
 def emptied_at(data: StepData) -> str:

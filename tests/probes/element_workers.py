@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from gradcheck_dist.probes import attach
@@ -150,4 +151,22 @@ def train_in_two(coefficient: float, divided: bool, run_dir: str) -> None:
             if divided:
                 param.grad /= world
         optimizer.step()
+    dist.destroy_process_group()
+
+
+def train_sharded(reduced_in: str, run_dir: str) -> None:
+    """Two steps of three passes below FSDP2, of which only the "last" or the "first" reduces."""
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = fully_shard(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(1 + rank)
+    with attach(run_dir):
+        for _ in range(2):
+            for k in range(NUM_PASSES):
+                model.set_requires_gradient_sync(k == (NUM_PASSES - 1 if reduced_in == "last" else 0))
+                (F.mse_loss(model(torch.randn(5, 6)), torch.randn(5, 4)) / NUM_PASSES).backward()
+            optimizer.step()
+            optimizer.zero_grad()
     dist.destroy_process_group()

@@ -227,6 +227,16 @@ def test_a_sum_beside_an_average_of_ranks_means_lacks_the_division(tmp_path: Pat
     assert diagnose(read_run(tmp_path / "right")).findings == []
 
 
+def test_passes_that_a_sharded_model_never_reduces_are_missing_and_not_thrown_away(tmp_path: Path) -> None:
+    warm_up()
+    for reduced_in, verdict in (("last", "clean"), ("first", "findings")):
+        run_dir = tmp_path / reduced_in
+        launch("element_workers:train_sharded", (reduced_in, str(run_dir)), 2, timeout_s=60)
+        report = diagnose(read_run(run_dir))
+        assert report.verdict == verdict
+        assert [(one.code, one.step) for one in report.findings] == ([("GS103", 0)] if verdict == "findings" else [])
+
+
 @pytest.mark.parametrize(("times", "codes"), [(2.0, []), (1, ["GS101"])])
 def test_sums_of_all_ranks_that_are_gathered_without_gradients(tmp_path: Path, times: float, codes: list[str]) -> None:
     warm_up()

@@ -33,7 +33,14 @@ from gradcheck_dist.diagnosis.losses.written import Written, as_written
 from gradcheck_dist.diagnosis.weights.cells import MAX_SPREAD, SIGMAS, Held, judge
 from gradcheck_dist.events import EXCHANGES_PROBE, SCALED, Exchange, GradWrite
 from gradcheck_dist.ledger.contributions import Contribution, ContributionKey, Contributions
-from gradcheck_dist.ledger.discarded import discarded, emptied_at, evaluated_again, tell_batches, without
+from gradcheck_dist.ledger.discarded import (
+    discarded,
+    emptied_at,
+    evaluated_again,
+    never_reduced,
+    tell_batches,
+    without,
+)
 from gradcheck_dist.ledger.expected import expected_apart
 from gradcheck_dist.ledger.tracks import ParamKey, StepData
 from gradcheck_dist.wording import plural
@@ -80,6 +87,7 @@ def _of_passes(
     # What is in a gradient all the same was kept aside and put back (projected gradient descent).
     lost = discarded(data, contributions) - arrived(measured)
     lost |= gone if weighs & set(contributions.by_key) else set()
+    lost -= never_reduced(data, contributions)
     contributions = without(contributions, lost if drop_lost else evaluated_again(contributions, lost))
     kept = _aim(objective, data, contributions, measured, written)
     by_key = contributions.by_key
