@@ -52,7 +52,9 @@ def never_reduced(data: StepData, contributions: Contributions) -> set[Contribut
         first = next((event.seq for event in events if isinstance(event, OptimizerStep)), None)
         reduced: dict[int, int] = {}  # the last reduction of each parameter
         for event in events:
-            if isinstance(event, Reduce) and event.impl in SHARDING and (first is None or event.seq < first):
+            if not isinstance(event, Reduce) or event.impl not in SHARDING or not event.all_reduced:
+                continue
+            if first is None or event.seq < first:
                 reduced |= dict.fromkeys(data.params_of(rank, event.params), event.seq)
         for event in events:
             if isinstance(event, Backward) and event.params is not None:

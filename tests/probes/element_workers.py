@@ -155,17 +155,21 @@ def train_in_two(coefficient: float, divided: bool, run_dir: str) -> None:
 
 
 def train_sharded(reduced_in: str, run_dir: str) -> None:
-    """Two steps of three passes below FSDP2, of which only the "last" or the "first" reduces."""
+    """Two steps of three passes below FSDP2, of which only the "last" or the "first" reduces, or each reduces and only
+    the "first, over replicas" of two shards does that over replicas."""
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    model = fully_shard(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)))
+    sizes, names = ((2, 2), ("replicas", "shards")) if "replicas" in reduced_in else ((2,), ("shards",))
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    model = fully_shard(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)), mesh=mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.manual_seed(1 + rank)
+    may_reduce = model.set_requires_all_reduce if "replicas" in reduced_in else model.set_requires_gradient_sync
     with attach(run_dir):
         for _ in range(2):
             for k in range(NUM_PASSES):
-                model.set_requires_gradient_sync(k == (NUM_PASSES - 1 if reduced_in == "last" else 0))
+                may_reduce(k == (NUM_PASSES - 1 if reduced_in == "last" else 0))
                 (F.mse_loss(model(torch.randn(5, 6)), torch.randn(5, 4)) / NUM_PASSES).backward()
             optimizer.step()
             optimizer.zero_grad()

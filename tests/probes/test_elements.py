@@ -227,14 +227,17 @@ def test_a_sum_beside_an_average_of_ranks_means_lacks_the_division(tmp_path: Pat
     assert diagnose(read_run(tmp_path / "right")).findings == []
 
 
-def test_passes_that_a_sharded_model_never_reduces_are_missing_and_not_thrown_away(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("reduced_in", "world", "codes"),
+    [("last", 2, []), ("first", 2, [("GS103", 0)]), ("first, over replicas", 4, [("GS103", 0)])],
+)
+def test_passes_that_a_sharded_model_never_reduces_are_missing_and_not_thrown_away(
+    tmp_path: Path, reduced_in: str, world: int, codes: list[tuple[str, int]]
+) -> None:
     warm_up()
-    for reduced_in, verdict in (("last", "clean"), ("first", "findings")):
-        run_dir = tmp_path / reduced_in
-        launch("element_workers:train_sharded", (reduced_in, str(run_dir)), 2, timeout_s=60)
-        report = diagnose(read_run(run_dir))
-        assert report.verdict == verdict
-        assert [(one.code, one.step) for one in report.findings] == ([("GS103", 0)] if verdict == "findings" else [])
+    launch("element_workers:train_sharded", (reduced_in, str(tmp_path / "run")), world, timeout_s=60)
+    report = diagnose(read_run(tmp_path / "run"))
+    assert ([(one.code, one.step) for one in report.findings], report.verdict == "clean") == (codes, not codes)
 
 
 @pytest.mark.parametrize(("times", "codes"), [(2.0, []), (1, ["GS101"])])
