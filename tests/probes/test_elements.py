@@ -283,3 +283,19 @@ def test_gradients_that_lines_of_ones_own_change_are_accused_and_not_the_others(
     (finding,) = diagnose(read_run(tmp_path)).findings
     assert (finding.code, finding.num_parameters) == ("GS000", len(params))
     assert finding.factor.observed == pytest.approx(factor, rel=1e-4)
+
+
+def test_a_gradient_that_was_left_undivided_is_accused_and_not_those_that_were_divided(tmp_path: Path) -> None:
+    """The losses leave the division by passes to lines behind them, which forget one parameter."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    *divided, _ = model.parameters()
+    with attach(tmp_path):
+        for size in EQUAL:
+            (0.7 * F.mse_loss(model(torch.randn(size, 6)), torch.randn(size, 4))).backward()
+        for param in divided:
+            param.grad /= len(EQUAL)
+        optimizer.step()
+    (finding,) = diagnose(read_run(tmp_path)).findings
+    assert (finding.num_parameters, finding.factor.exact) == (1, "3")

@@ -351,14 +351,18 @@ def _lines_that_scale(data: StepData) -> dict[int, int]:
 
 
 def _as_mean(contributions: Contributions) -> float | None:
-    """What ranks' own means are to be multiplied by for their mean: 1 / ranks. None where losses are no means, or the
-    program divides them by ranks."""
+    """What passes' own means are to be multiplied by for the mean of all: 1 / ranks, and / passes as well where the
+    losses are not divided by these. None where losses are no means, or the program divides them by ranks."""
     by_key = contributions.by_key
-    num_ranks = len({key[0] for key in by_key})
+    num_ranks, num_passes = len({key[0] for key in by_key}), len({key[1:] for key in by_key})
     gradients = [one.gradient for one in by_key.values() if one.gradient is not None]
-    means = len(gradients) == len(by_key) and all(one.reduced_by == "mean" for one in gradients)
-    divided = num_ranks > 1 and any(number % num_ranks == 0 for one in gradients for number in one.divided_by or ())
-    return 1 / num_ranks if by_key and means and not divided else None
+    if not gradients or len(gradients) < len(by_key) or any(one.reduced_by != "mean" for one in gradients):
+        return None
+    divisors = [one.divided_by or [] for one in gradients]
+    if num_ranks > 1 and any(number % num_ranks == 0 for of_pass in divisors for number in of_pass):
+        return None
+    divided = all(any(number % num_passes == 0 for number in of_pass) for of_pass in divisors)
+    return 1 / (num_ranks if divided else num_ranks * num_passes)
 
 
 def _usual(
