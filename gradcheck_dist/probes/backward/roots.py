@@ -21,6 +21,9 @@ class Root(Protocol):
     @property
     def output_nr(self) -> int: ...
 
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
     def numel(self) -> int: ...
 
 
@@ -30,8 +33,12 @@ class _Edge(NamedTuple):
     grad_fn: Any
     output_nr: int
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.grad_fn._input_metadata[self.output_nr].shape)
+
     def numel(self) -> int:
-        return math.prod(self.grad_fn._input_metadata[self.output_nr].shape)
+        return math.prod(self.shape)
 
 
 def roots_of(given: Any, towards: Any = None) -> list[Root]:

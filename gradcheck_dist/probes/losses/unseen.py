@@ -95,8 +95,7 @@ def look(
     current.computed = found.is_computed(own)  # also where targets are the model's own, as those of a reverse KL are
     if len(roots) == 1 and not found.losses:
         by_gradient.begins_at(roots[0])
-    # Zero-bubble schedules of torch's give their last stage's loss a gradient of ones.
-    if (not has_gradients or recorder.in_pipeline) and len(roots) == 1 and roots[0].numel() == 1:
+    if len(roots) == 1 and _is_loss(recorder, roots[0], has_gradients):
         function = function_of(roots[0].grad_fn)
         nameless = f"{FUNCTION}{function}" if function else "unknown"
         current.root_loss = ", ".join(dict.fromkeys(found.others)) or nameless
@@ -105,6 +104,12 @@ def look(
         elif recorder.sampling:
             means.watch_weighted(recorder, current, roots[0])
         _tell_value(recorder, current, roots[0])
+
+
+def _is_loss(recorder: Recorder, root: Root, has_gradient: bool) -> bool:
+    """Whether a pass begins at a loss. Zero-bubble schedules of torch's give that of their last stage a gradient of
+    ones, and what stages hand to one another has dimensions."""
+    return root.shape == () and recorder.in_pipeline if has_gradient else root.numel() == 1
 
 
 def _tell_value(recorder: Recorder, current: BackwardPass, root: Root) -> None:
