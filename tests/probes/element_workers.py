@@ -135,7 +135,7 @@ def train_sequences(divided_by: str, run_dir: str, of_data: bool = False) -> Non
     dist.destroy_process_group()
 
 
-def train_in_two(coefficient: float, divided: bool, run_dir: str) -> None:
+def train_in_two(coefficient: float, divided: bool, run_dir: str, reduction: str = "mean") -> None:
     """One step of two models behind each other: DDP averages the first one's gradients, and lines of the trainer's sum
     the second one's, which is larger, and may divide by the ranks. Coefficients but 1 multiply the mean."""
     _, world, first, _ = begin()
@@ -144,7 +144,8 @@ def train_in_two(coefficient: float, divided: bool, run_dir: str) -> None:
         dist.broadcast(param.data, 0)
     optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
     with attach(run_dir):
-        loss = (second(first(torch.randn(5, 6))) - torch.randn(5, 4)).square().mean()
+        squares = (second(first(torch.randn(5, 6))) - torch.randn(5, 4)).square()
+        loss = squares.mean() if reduction == "mean" else squares.sum()
         (loss if coefficient == 1 else coefficient * loss).backward()
         for param in second.parameters():
             dist.all_reduce(param.grad)

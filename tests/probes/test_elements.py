@@ -227,6 +227,15 @@ def test_a_sum_beside_an_average_of_ranks_means_lacks_the_division(tmp_path: Pat
     assert diagnose(read_run(tmp_path / "right")).findings == []
 
 
+def test_an_average_beside_sums_of_what_counts_nothing_is_told_as_that(tmp_path: Path) -> None:
+    warm_up()
+    launch("element_workers:train_in_two", (0.3, False, str(tmp_path / "run"), "sum"), 2, timeout_s=60)
+    (finding,) = diagnose(read_run(tmp_path / "run")).findings
+    assert (finding.code, finding.num_parameters) == ("GS101", 4)
+    assert finding.explanation.startswith("Other gradients are not divided by the ranks")
+    assert "1/dp_replicate of the others'" in finding.explanation
+
+
 @pytest.mark.parametrize(
     ("reduced_in", "world", "codes"),
     [("last", 2, []), ("first", 2, [("GS103", 0)]), ("first, over replicas", 4, [("GS103", 0)])],
