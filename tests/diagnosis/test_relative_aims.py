@@ -7,8 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from gradcheck_dist.diagnosis.losses.aims import _usual
+from gradcheck_dist.diagnosis.open_cases.unusual import unusual
 from gradcheck_dist.diagnosis.weights.cells import Held
 from gradcheck_dist.ledger.contributions import Contribution, ContributionKey
 
@@ -50,3 +52,27 @@ def test_what_the_losses_ask_for_is_taken_where_some_weights_have_it() -> None:
     measured = [held(rank, [value] * 8) for rank in range(2) for value in (1, 1, 0.5)]
     assert _usual(measured, BY_KEY, {}, 0.5) == Fraction(1, 2)
     assert _usual(measured, BY_KEY, {}, 0.25) == _usual(measured, BY_KEY) == 1
+
+
+def test_of_ranks_with_nearly_as_many_shards_the_one_is_right_whose_lines_did_less() -> None:
+    """A clip by hand acts on the rank that holds a few more shards."""
+    measured = [*(held(0, [0.5] * 8) for _ in range(5)), *(held(1, [0.37] * 8) for _ in range(6))]
+    for one in measured:
+        one.replay.basis.origin[:] = [one.rank] * len(KEYS)
+    assert _usual(measured, BY_KEY, {0: 0, 1: 1}) == Fraction(1, 2)
+    assert float(_usual(measured, BY_KEY, {0: 0, 1: 0})) == 0.37
+
+
+@pytest.mark.parametrize(
+    ("relative", "kind", "unrecorded"), [(False, "loss", False), (True, "reduce", False), (True, "loss", True)]
+)
+def test_a_loss_is_accused_of_what_is_unusual_only_where_its_own_weight_is_known(
+    relative: bool, kind: str, unrecorded: bool
+) -> None:
+    def case(relative: bool, kind: str, unrecorded: bool) -> Any:
+        context, culprit = SimpleNamespace(relative=relative), SimpleNamespace(kind=kind, unrecorded=unrecorded)
+        return SimpleNamespace(context=context, culprit=culprit, pattern=SimpleNamespace(factor=1.37))
+
+    data: Any = None
+    assert unusual(case(relative, kind, unrecorded), data) is None
+    assert "x 1.37 of what others are" in (unusual(case(True, "loss", False), data) or "")

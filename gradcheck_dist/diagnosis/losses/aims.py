@@ -47,6 +47,8 @@ from gradcheck_dist.wording import plural
 
 EXACT = 1e-5
 """Relative; how near to what is documented a transfer comes out that is measured well."""
+NEARLY = 0.5
+"""Of the most frequent transfer's number: how many make another one as good an example."""
 SAME = 1e-3
 """Transfers nearer to one another than this, relative, are the same."""
 
@@ -406,6 +408,9 @@ def _usual(
             groups.append([one])
     asked = [group for group in groups if meant is not None and abs(group[0][0] - meant) <= SAME * meant]
     best = max(asked or groups, key=lambda group: (len(group), *_least_done(group)))
+    # Shards of one model part its parameters unequally: which rank has a few more of them tells nothing.
+    near = [group for group in groups if NEARLY * len(best) <= len(group) and _num_lines(group) < _num_lines(best)]
+    best = best if asked or not near else max(near, key=lambda group: (len(group), *_least_done(group)))
     value = min(best, key=lambda one: one[-1])[0]
     documented = [
         nominal
@@ -420,4 +425,8 @@ def _least_done(group: list[Transfer]) -> tuple[int, int, tuple[int, int]]:
     """The larger, the fewer of the trainer's lines did something to these, the more of them are what the recorded
     operations document, and the later they came."""
     documented = sum(abs(nominal - value) <= SAME * value for value, _, nominal, *_ in group)
-    return -min(lines for *_, lines, _ in group), documented, max(slot for _, slot, *_ in group)
+    return -_num_lines(group), documented, max(slot for _, slot, *_ in group)
+
+
+def _num_lines(group: list[Transfer]) -> int:
+    return min(lines for *_, lines, _ in group)
