@@ -41,4 +41,5 @@ def test_means_that_are_divided_once_are_clean(reports: dict[str, Report], varia
 def test_what_is_wrong_with_them_is_found(reports: dict[str, Report], variant: str, code: str, factor: str) -> None:
     (finding,) = reports[variant].findings
     assert (finding.code, finding.factor.expression) == (code, factor)
+    assert code != "GS303" or "by the number of microbatches, and of accumulation steps" in finding.fix
     assert set(finding.ranks) == ({0} if "halved" in variant else {0, 1})

@@ -128,11 +128,13 @@ def judge(case: Case) -> Answer | None:
     name = f" = {case.names[0].expression}" if case.names else ""
     equal = [*case.names[:1], *ambiguous(case.names, near=False)]
     if case.context.of_means:
+        in_pipeline = case.context.axes.get("pp", 1) > 1
+        passes = "microbatches, and of accumulation steps," if in_pipeline else "accumulation steps,"
         return Answer(
             explanation="The losses are means that count nothing: together they weigh "
             f"x {factor:.6g}{name} of what one mean of them would. Passes of one line, one after the other, are added "
             "up, and the program multiplies them by no number that could be a coefficient: a division is missing.",
-            fix="Divide each loss by the number of accumulation steps, and average over the data ranks. Where a sum of "
+            fix=f"Divide each loss by the number of {passes} and average over the data ranks. Where a sum of "
             "means is intended, gradcheck_dist.mark_loss(loss_sum, num_samples) tells what they count.",
             suggested_experiment=between_names(case.context, equal),
         )
