@@ -243,9 +243,10 @@ def _functions_of_data(
     times = in_words(of_elements, measured, judge, asked)
     if not times and (samples := by_samples(contributions, objective)) is not None:
         times = in_means(samples.contributions, measured, judge, asked)
-    result = _relative(data, contributions, measured, times, meant=_as_mean(of_elements))
+    relative = partial(_relative, data, contributions, measured, times, _as_mean(of_elements))
+    result = relative()
     shares = shares_of_mean(of_elements, measured, judge, asked) if _wrong(result, measured) else None
-    return result if shares is None else _relative(data, contributions, measured, times, shares)
+    return result if shares is None else relative(shares)
 
 
 def _in_parts(objective: str, counted: Aim, groups: list[list[ContributionKey]], measured: list[Held]) -> Aim:
@@ -319,11 +320,12 @@ def _relative(
     data: StepData,
     contributions: Contributions,
     measured: list[Held],
-    times: str = "",
+    times: str,
+    meant: float | None,
     shares: Shares | None = None,
-    meant: float | None = None,
 ) -> Aim:
-    """Every contribution counts as one token of weight 1; each should be scaled as most are, or by its share."""
+    """Every contribution counts as one token of weight 1; each should be scaled as the losses ask for (`meant`), as
+    most are, or by its share."""
     by_key = {key: replace(c, num_tokens=1, weight=1.0, spread=0.0) for key, c in contributions.by_key.items()}
     if shares is None or shares.expected.keys() != by_key.keys():
         usual = _usual(measured, by_key, _lines_that_scale(data), meant)
@@ -374,10 +376,10 @@ def _usual(
     meant: float | None = None,
 ) -> Fraction:
     """The transfer from a contribution's own gradient to the optimizer's that is `meant`, where some weights have it;
-    else that which most weights have; of several as frequent ones that of ranks with the fewest `lines` that multiply
-    gradients, that which is documented, and of the latest contributions, to which least was done; as the one tells that
-    was measured best. What came to some copies of a parameter only is no example, where other weights are. 1 where
-    nothing arrived."""
+    else that which most weights have, unless half as many have one of ranks with fewer `lines` that multiply gradients;
+    of several as frequent ones that of these ranks, that which is documented, and of the latest contributions, to which
+    least was done; as the one tells that was measured best. What came to some copies of a parameter only is no example,
+    where other weights are. 1 where nothing arrived."""
     everywhere: list[Transfer] = []
     in_part: list[Transfer] = []
     seen: dict[tuple[ParamKey, ContributionKey], list[Transfer | None]] = defaultdict(list)

@@ -21,6 +21,7 @@ NOTHING = 1e-6
 TELLS = 0.5
 """Of the weight that is documented: noise below it tells nothing from that weight."""
 MOST = 0.5
+"""Of a line's passes: how many have to be measured."""
 Line = tuple[str, int]
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from gradcheck_dist.diagnosis.causes.case import Case
 from gradcheck_dist.ledger.tracks import StepData
 
-MOST_MAY_BE_WRONG = "so what was done to the others may be what is wrong"
-
 
 def unusual(case: Case, data: StepData) -> str | None:
     """Why such weights accuse no loss: they are told in the loss's own gradients, which cannot differ from themselves,
@@ -15,6 +13,6 @@ def unusual(case: Case, data: StepData) -> str | None:
         return None
     return (
         f"some gradients are x {case.pattern.factor:.6g} of what others are that the same losses brought, and came as "
-        f"recorded operations say, {MOST_MAY_BE_WRONG}. gradcheck_dist.mark_loss(loss_sum, num_samples) where the "
-        "loss is computed tells which are right"
+        "recorded operations say, so what was done to the others may be what is wrong. "
+        "gradcheck_dist.mark_loss(loss_sum, num_samples) where the loss is computed tells which are right"
     )
