@@ -307,6 +307,24 @@ def test_a_parameter_that_is_one_number_is_reduced_like_others(tmp_path: Path) -
     assert [event.step for event in events if isinstance(event, Reduce)] == [1]  # known from its optimizer on
 
 
+def test_a_gradient_that_is_not_there_is_refused_by_torch_and_no_fault_of_a_probe(tmp_path: Path) -> None:
+    scale, unused = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.tensor(1.0))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with attach(tmp_path / "run"):
+            optimizer = torch.optim.SGD([scale, unused], lr=0.05)
+            for _ in range(2):
+                (scale * F.cross_entropy(torch.ones(4, 3), torch.zeros(4, dtype=torch.long))).backward()
+                dist.all_reduce(scale.grad)
+                with pytest.raises(TypeError, match="tensor"):
+                    dist.all_reduce(unused.grad)
+                optimizer.step()
+                optimizer.zero_grad()
+    finally:
+        dist.destroy_process_group()
+    assert diagnose(read_run(tmp_path / "run")).coverage.problems == []
+
+
 def test_a_gradient_that_torch_func_computed_for_a_second_model_leaves_the_verdict_open(tmp_path: Path) -> None:
     torch.manual_seed(0)
     first, second = Net(), Net()
