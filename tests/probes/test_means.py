@@ -73,6 +73,26 @@ def test_what_a_closure_that_empties_nothing_adds_up_is_stale_and_no_accumulatio
     assert [finding.code for finding in diagnose(read_run(tmp_path)).findings] == ["GS402"]
 
 
+@pytest.mark.parametrize(("divided", "codes"), [(False, ["GS303"]), (True, [])])
+def test_a_loss_scale_by_hand_hides_no_missing_division(tmp_path: Path, divided: bool, codes: list[str]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attach(tmp_path):
+        for _ in range(NUM_BATCHES):
+            value = F.mse_loss(model(torch.randn(5, 6)), torch.randn(5, 4))
+            (value / (NUM_BATCHES if divided else 1) * 1024).backward()
+        for param in model.parameters():
+            assert param.grad is not None
+            param.grad.div_(1024)
+        optimizer.step()
+    report = diagnose(read_run(tmp_path))
+    assert [finding.code for finding in report.findings] == codes
+    assert codes or report.verdict == "clean"
+    for finding in report.findings:
+        assert finding.factor.expression == "accumulation_steps"
+
+
 @pytest.mark.parametrize("scale", [None, 1024.0])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_means_that_nobody_divides_are_found(tmp_path: Path, loss: str, scale: float | None) -> None:

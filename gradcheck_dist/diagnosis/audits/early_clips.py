@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from gradcheck_dist.diagnosis.audits.facts import StepFacts
-from gradcheck_dist.diagnosis.norms.scaled_clips import scale_of
 from gradcheck_dist.diagnosis.norms.step_norms import ClipCall
 from gradcheck_dist.diagnosis.weights.cells import Held
+from gradcheck_dist.diagnosis.weights.written import scale_of
 from gradcheck_dist.events import AmpUnscale, Backward, Event, OptimizerStep, Reduce, ZeroGrad
 from gradcheck_dist.ledger.tracks import ParamKey
 

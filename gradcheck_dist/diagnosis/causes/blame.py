@@ -24,6 +24,7 @@ from gradcheck_dist.diagnosis.causes.hands import (
     settle,
     still_wrong,
 )
+from gradcheck_dist.diagnosis.causes.loss_scales import free_of_scales, scales_by_hand
 from gradcheck_dist.diagnosis.causes.never_arrived import never_arrived, put_together
 from gradcheck_dist.diagnosis.causes.one_line import join_lines
 from gradcheck_dist.diagnosis.causes.own_lines import line_between
@@ -87,6 +88,20 @@ def blame(
     """Group the wrong cells by culprit. `quantities` are degrees and counts that a deliberate factor is made of,
     `relative`: weights are only compared with one another."""
     every = accounted(data, contributions, judged)
+    if scales_by_hand(data):
+        free_of_scales(data, contributions, every)
+    return _blame(data, contributions, judged, every, quantities, relative=relative)
+
+
+def _blame(
+    data: StepData,
+    contributions: Contributions,
+    judged: list[Held],
+    every: list[Judged],
+    quantities: Mapping[str, float],
+    *,
+    relative: bool,
+) -> list[Blame]:
     if any(not one.cell.right for one in every) and (line := token_line(every, contributions)) is not None:
         lay_tokens_to_losses(every, contributions, line)
     if off_alike(judged):

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import log2
 
 from gradcheck_dist.diagnosis.causes.case import Case
 from gradcheck_dist.diagnosis.causes.own_lines import between, params_on, rank_of
 from gradcheck_dist.diagnosis.norms.clips import is_round
 from gradcheck_dist.diagnosis.norms.left_norms import error_of, norm_afterwards
 from gradcheck_dist.diagnosis.norms.step_norms import StepNorms
+from gradcheck_dist.diagnosis.weights.written import scale_of
 from gradcheck_dist.events import SCALED, AmpUnscale, Event, GradWrite
 from gradcheck_dist.ledger.tracks import StepData
 
-LEAST_POWER = 5
-"""Smaller powers of two are numbers of ranks or accumulation steps as well."""
 DIGITS = 3
 """What has as many digits may be the norm that is meant."""
 
@@ -59,12 +57,11 @@ def scaled_clip(cases: Sequence[Case], data: StepData, norms: StepNorms) -> Scal
         if found is None or norm is None or not culprit.factor:
             continue
         scale, by_hand = found
-        factor = culprit.factor * (scale if by_hand else 1.0)
         tolerance = error_of(case, norms)
-        if factor < 1 and is_round(norm * scale, tolerance) and not is_round(norm, tolerance, DIGITS):
+        if culprit.factor < 1 and is_round(norm * scale, tolerance) and not is_round(norm, tolerance, DIGITS):
             event = culprit.write or culprit.event
             max_norm = float(f"{norm * scale:.1e}")
-            return ScaledClip(max_norm, factor, scale, by_hand, event, culprit.rank, tuple(case.ranks))
+            return ScaledClip(max_norm, culprit.factor, scale, by_hand, event, culprit.rank, tuple(case.ranks))
     return None
 
 
@@ -89,11 +86,3 @@ def _unscaled_last(case: Case, data: StepData) -> tuple[float, bool] | None:
             scales.add((scale, isinstance(event, GradWrite)))
             missed -= mine
     return scales.pop() if len(scales) == 1 and not missed else None
-
-
-def scale_of(event: Event) -> float | None:
-    """The loss scale that a line of the trainer's own takes out of gradients; None where it is none."""
-    if not isinstance(event, GradWrite) or event.params is None or not event.factor or not 0 < event.factor < 1:
-        return None
-    power = round(-log2(event.factor))
-    return 2.0**power if power >= LEAST_POWER and abs(event.factor * 2.0**power - 1) < 1e-6 else None

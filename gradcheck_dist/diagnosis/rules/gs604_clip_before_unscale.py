@@ -36,8 +36,9 @@ from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
 from gradcheck_dist.diagnosis.finding import Candidate, Factor
 from gradcheck_dist.diagnosis.norms.clips import ACTS, is_round
 from gradcheck_dist.diagnosis.norms.effect import effect_of_clip
-from gradcheck_dist.diagnosis.norms.scaled_clips import ScaledClip, scale_of
+from gradcheck_dist.diagnosis.norms.scaled_clips import ScaledClip
 from gradcheck_dist.diagnosis.norms.step_norms import ClipCall
+from gradcheck_dist.diagnosis.weights.written import scale_of
 from gradcheck_dist.events import AmpUnscale, GradWrite
 
 CODE = "GS604"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 
 from gradcheck_dist.ledger.contributions import Contributions
 
 SAME = 1e-3
 POWERS = (-2, -1, 0, 1, 2)
+ONCE = (-1, 0, 1)
 
 
 def degrees_of(contributions: Contributions) -> set[int]:
@@ -16,10 +18,12 @@ def degrees_of(contributions: Contributions) -> set[int]:
     return {len({key[0] for key in by_key}), len({key[1:] for key in by_key}), len(by_key)}
 
 
-def is_of_degrees(number: float, contributions: Contributions, tolerance: float = SAME) -> bool:
+def is_of_degrees(
+    number: float, contributions: Contributions, tolerance: float = SAME, powers_of: Sequence[int] = POWERS
+) -> bool:
     """Whether a number is a product of such numbers or of one over them, each at most twice. `tolerance`: relative."""
     degrees = sorted(degrees_of(contributions) - {1})
-    for powers in product(POWERS, repeat=len(degrees)):
+    for powers in product(powers_of, repeat=len(degrees)):
         found = 1.0
         for degree, power in zip(degrees, powers, strict=True):
             found *= float(degree) ** power

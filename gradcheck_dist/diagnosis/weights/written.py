@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from math import isfinite
+from math import isfinite, log2
 
 from gradcheck_dist.diagnosis.weights.factors import exact_fraction, name_number
+from gradcheck_dist.events import Event, GradWrite
 
 Measured = tuple[float, float]
 """(value, relative tolerance)"""
@@ -16,6 +17,8 @@ VAGUE = 1e-3
 """With a wider tolerance than this every number is near to one that people write."""
 SIMPLE = 3.5
 """Cost of a name below which chance does not make it."""
+LEAST_POWER = 5
+"""Smaller powers of two are numbers of ranks or accumulation steps as well as loss scales."""
 DIGITS = ((1, 5e-3), (2, 5e-4), (3, 5e-5))
 """How many digits people write, and the tolerance up to which chance hits such a number in one of ten cases at most."""
 
@@ -52,3 +55,11 @@ def is_exactly_written(factor: float | None) -> bool:
     size = abs(factor)
     whole = [one for one in (size, 1 / size) if one <= MOST_WRITTEN and abs(one - round(one)) <= 4 * EXACT * one]
     return bool(whole) or float(f"{size:.2e}") == size
+
+
+def scale_of(event: Event) -> float | None:
+    """The loss scale that a line of the trainer's own takes out of gradients; None where it is none."""
+    if not isinstance(event, GradWrite) or event.params is None or not event.factor or not 0 < event.factor < 1:
+        return None
+    power = round(-log2(event.factor))
+    return 2.0**power if power >= LEAST_POWER and abs(event.factor * 2.0**power - 1) < 1e-6 else None
