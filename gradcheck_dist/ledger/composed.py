@@ -33,8 +33,9 @@ def made_up_of(
 ) -> Measured | None:
     """The weights of what was sampled, from those of the columns that may be in it.
 
-    Where there are more columns than elements (the ranks of a large group), what the records say is tried alone: these
-    columns with their nominal coefficients, times one number for all of them.
+    Where there are more columns than elements (the ranks of a large group), or one is a combination of others (a sum
+    over ranks, beside the same gradients again), what the records say is tried alone: these columns with their nominal
+    coefficients, times one number for all of them.
 
     Args:
         values: shape (num_positions,), NaN where nothing was sampled.
@@ -55,8 +56,9 @@ def made_up_of(
         return None
     nominal = np.array([column.nominal for column in usable])
     solution = solve(matrix, seen, epsilon, nominal, documented)
-    if solution is None and documented is None:
-        solution = confirm(matrix, seen, epsilon, nominal, _passes(usable, slots) if slots else ())
+    if (solution is None or solution.dependent) and documented is None:
+        confirmed = confirm(matrix, seen, epsilon, nominal, _passes(usable, slots) if slots else ())
+        solution = confirmed or solution
     return None if solution is None else _composed(usable, solution, num_contributions)
 
 

@@ -16,6 +16,9 @@ EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloa
 COLLINEAR = 1e-9
 """Two columns are one direction when 1 - cos is below this; float32 rounding alone gives 1e-14."""
 
+DEPENDENT = COLLINEAR**0.5
+"""Ratio of singular values below which some column is a combination of others: of two columns, one direction."""
+
 ROUNDING = 0.3
 """Standard deviation of one rounding to nearest, in units of epsilon: uniform in half a spacing, 1 / sqrt(12)."""
 
@@ -51,7 +54,8 @@ class Solution:
     equally. `residual` is relative to |y| plus the summands, `fits` tells whether it is within rounding; `sigma` is its
     standard deviation. `covariance` of the coefficients is None where some direction is not determined at all. `gate`
     is the largest residual, of the `freedom` rows to spare, that passes for rounding. `checked`: whether an arbitrary y
-    would hardly have fitted. `as_documented`: the coefficients are the documented ones times one number.
+    would hardly have fitted. `as_documented`: the coefficients are the documented ones times one number. `dependent`:
+    some column is nearly a combination of others.
     """
 
     coefficients: np.ndarray
@@ -65,6 +69,7 @@ class Solution:
     freedom: int = 0
     checked: bool = True
     as_documented: bool = False
+    dependent: bool = False
 
     def shows(self, column: int) -> bool:
         """Whether a column is surely in y."""
@@ -111,7 +116,8 @@ def solve(
     stderr = np.full(num_columns, np.nan)
     seen = np.flatnonzero(norms > 0)
     if not len(seen):
-        return Solution(coefficients, stderr, 0.0 if y_norm == 0 else 1.0, y_norm == 0, num_rows)
+        sigma = y_norm / sqrt(max(num_rows, 1))  # nothing explains any of it
+        return Solution(coefficients, stderr, 0.0 if y_norm == 0 else 1.0, y_norm == 0, num_rows, sigma)
     unit = columns[:, seen] / norms[seen]
     kept, member_of, sign = _directions(unit)
     freedom = num_rows - len(kept)
@@ -122,11 +128,11 @@ def solve(
     gram = basis.T @ basis
     inverse = _inverse(gram) if alone else None
     if inverse is not None:
-        x, determined = inverse @ (basis.T @ y), True
+        x, determined, dependent = inverse @ (basis.T @ y), True, False
         x = x + inverse @ (basis.T @ (y - basis @ x))  # to the last digit, which float64 asks for
     else:
-        x, _, rank, _ = np.linalg.lstsq(basis, y, rcond=None)
-        determined = bool(rank == len(kept))
+        x, _, rank, singular = np.linalg.lstsq(basis, y, rcond=None)
+        determined, dependent = bool(rank == len(kept)), bool(singular[-1] < DEPENDENT * singular[0])
     rest = length(y - basis @ x)
     summands = np.abs(x)
     if nominal is not None:
@@ -145,6 +151,9 @@ def solve(
     if not determined:
         spread = np.diag(np.full(len(kept), np.inf))
     else:
+        if dependent:  # the products of the columns would be singular
+            root = np.linalg.inv(np.linalg.qr(basis, mode="r"))
+            inverse = root @ root.T
         inverse = np.linalg.inv(gram) if inverse is None else inverse
         spread = max(inverse * (sigma * sigma), _own_rounding(inverse @ basis.T, basis * x, y, epsilon), key=np.trace)
         if epsilon > COARSE:
@@ -179,7 +188,16 @@ def solve(
     gate += 0.0 if alone else float(lengths(beside).sum())
     fits = rest <= gate if size else residual <= RESIDUAL_FACTOR * epsilon
     solution = Solution(
-        coefficients, stderr, residual, fits, num_rows, rest / freedom**0.5, covariance, float(gate), freedom
+        coefficients,
+        stderr,
+        residual,
+        fits,
+        num_rows,
+        rest / freedom**0.5,
+        covariance,
+        float(gate),
+        freedom,
+        dependent=dependent,
     )
     if freedom >= len(kept) or solution.chance(y_norm) < BY_CHANCE:
         return solution

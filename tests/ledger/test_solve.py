@@ -60,6 +60,36 @@ def test_parallel_columns_that_noise_may_hide_are_not_taken_for_absent() -> None
     assert found is not None and np.isnan(found.coefficients[:2]).all()
 
 
+def test_a_sum_beside_its_summands_again_is_shared_as_documented() -> None:
+    """What two ranks reduced, and the same gradients again: the columns are dependent, but for rounding."""
+    parts = COLUMNS[:, :2].astype(np.float32).astype(float)
+    total = parts.sum(axis=1).astype(np.float32).astype(float)
+    weights = np.eye(4)
+    columns = [
+        Column(data, nominal=1.0, weights=own, stderr=np.zeros(4))
+        for data, own in zip((total, *parts.T), (weights[0] + weights[1], weights[2], weights[3]), strict=True)
+    ]
+    values = (2 * total).astype(np.float32).astype(float)
+    found = made_up_of(columns, values, SINGLE, len(weights), slots=[(0, 0), (0, 0), (1, 0), (1, 0)])
+    assert found is not None and found[3].fits
+    assert found[0] == pytest.approx([1.0, 1.0, 1.0, 1.0], abs=1e-6)
+    assert np.all(found[1] < 1e-5)
+
+
+def test_dependent_columns_are_solved_whatever_their_rounding() -> None:
+    """Of some roundings the products of the columns are singular."""
+    for seed in range(400):
+        parts = np.random.default_rng(seed).normal(size=(12, 2)).astype(np.float32)
+        columns = np.column_stack([parts.sum(axis=1), parts]).astype(float)
+        found = solve(columns, columns @ [1.0, 1.0, 1.0], SINGLE)
+        assert found is not None and found.fits
+
+
+def test_what_no_column_explains_is_left_whole() -> None:
+    found = solve(np.zeros((4, 0)), np.full(4, 3.0), SINGLE)
+    assert found is not None and (found.fits, found.residual, found.sigma) == (False, 1.0, 3.0)
+
+
 def test_opposite_columns_are_not_told_apart() -> None:
     columns = np.stack([COLUMNS[:, 0], -COLUMNS[:, 0], COLUMNS[:, 1]], axis=1)
     found = solve(columns, columns @ [1.0, 1.0, 2.0], SINGLE)

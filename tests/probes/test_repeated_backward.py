@@ -143,6 +143,70 @@ def test_a_loss_that_goes_backward_again_is_found_at_the_pass(
     assert (finding.first_event.function, finding.num_parameters) == (passes.__name__, 4)
 
 
+def scaled_and_unscaled(passes: Passes) -> Passes:
+    def scaled(model: nn.Sequential, losses: list[Tensor]) -> None:
+        passes(model, [loss * 1024 for loss in losses])
+        for param in model.parameters():
+            assert param.grad is not None
+            param.grad.mul_(1 / 1024)
+
+    return scaled
+
+
+@pytest.mark.parametrize(
+    ("passes", "pattern"),
+    [(twice, "every loss goes backward 2 times"), (last_twice, "tokens weigh x 2 1 1 by accumulation step")],
+)
+def test_a_loss_scale_by_hand_hides_no_repetition(tmp_path: Path, passes: Passes, pattern: str) -> None:
+    (finding,) = train(tmp_path, scaled_and_unscaled(passes)).findings
+    assert (finding.code, finding.pattern.partition(",")[0]) == ("GS403", pattern)
+
+
+@pytest.mark.parametrize("passes", [once, handed_over_twice])
+def test_a_loss_scale_by_hand_makes_no_repetition(tmp_path: Path, passes: Passes) -> None:
+    assert train(tmp_path, scaled_and_unscaled(passes), sampled=STEPS).findings == []
+
+
+def test_a_clip_by_hand_behind_a_repetition_is_nobody_s_fault(tmp_path: Path) -> None:
+    def clipped(model: nn.Sequential, losses: list[Tensor]) -> None:
+        last_twice(model, losses)
+        grads = [param.grad for param in model.parameters() if param.grad is not None]
+        total = float(torch.cat([grad.flatten() for grad in grads]).norm())
+        for grad in grads:
+            grad.mul_(0.05 / (total + 1e-6))
+
+    (finding,) = train(tmp_path, clipped).findings
+    assert finding.code == "GS403"
+
+
+UNSEEN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "squares": lambda output, labels: F.mse_loss(output, F.one_hot(labels, 5).float()),
+    "squares by hand": lambda output, labels: ((output - F.one_hot(labels, 5)) ** 2).mean(),
+    "logsumexp": lambda output, labels: (output.logsumexp(1) - output.gather(1, labels[:, None])[:, 0]).sum() / 15,
+}
+
+
+@pytest.mark.parametrize("repeated", [True, False])
+@pytest.mark.parametrize("loss", UNSEEN)
+def test_a_loss_that_is_found_in_the_graph_is_the_same_one_when_it_goes_backward_again(
+    tmp_path: Path, loss: str, repeated: bool
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with attach(tmp_path / "run"):
+        for _ in range(2):
+            for index, size in enumerate(SIZES):
+                value = UNSEEN[loss](model(torch.randn(size, 8)), torch.randint(0, 5, (size,)))
+                if repeated and index == 0:
+                    value.backward(retain_graph=True)
+                value.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    again = [one.pattern for one in diagnose_run(tmp_path / "run").findings if one.code == "GS403"]
+    assert [one.partition(",")[0] for one in again] == ["tokens weigh x 2 1 1 by accumulation step"] * repeated
+
+
 def test_losses_that_are_means_are_weighed_apart_in_a_running_total_and_it_is_found(tmp_path: Path) -> None:
     (finding,) = train(tmp_path, running_total, mean=True).findings
     assert finding.code == "GS403"

@@ -16,6 +16,7 @@ import numpy as np
 
 from gradcheck_dist.diagnosis.losses.returned import weighing
 from gradcheck_dist.diagnosis.weights.cells import Held
+from gradcheck_dist.diagnosis.weights.written import scale_of
 from gradcheck_dist.events import Loss
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions, losses_of_rank
 from gradcheck_dist.ledger.tracks import ParamKey, StepData
@@ -56,13 +57,16 @@ def repeats(data: StepData, contributions: Contributions, measured: Sequence[Hel
     times: dict[ContributionKey, int] = defaultdict(int)
     entered: dict[ContributionKey, ContributionKey] = {}
     params: set[ParamKey] = set()
+    scales = {scale for events in data.events.values() for event in events if (scale := scale_of(event)) is not None}
+    several = {key for passes, _ in losses if len(passes) > 1 for key in passes}
+    beside = _Beside(frozenset(contributions.by_key) - several, frozenset({1.0, *scales}))
     for passes, in_parts in losses:
         same = _of_one_part(measured, list(passes)) if in_parts else None
         again: dict[ContributionKey, ContributionKey] = {}
         firsts: dict[ContributionKey, int] = {}
         for index, (key, count) in enumerate(passes.items()):
             first = next((one for one, at in firsts.items() if same is None or same[at, index]), None)
-            shared = _keeping(measured, first, key) if first is not None else set()
+            shared = _keeping(measured, first, key, beside) if first is not None else set()
             if first is not None and shared:
                 again[key] = first
                 params |= shared
@@ -149,12 +153,23 @@ def _brought(held: Held, key: ContributionKey) -> np.ndarray:
     return np.asarray(np.nan_to_num(held.replay.basis.values[columns]).sum(axis=0))
 
 
-def _keeping(measured: Sequence[Held], first: ContributionKey, other: ContributionKey) -> set[ParamKey]:
+@dataclass(frozen=True)
+class _Beside:
+    """What may have become of two gradients together: what became of the passes that differentiate losses of their own
+    alone, or, where there are none, a loss scale that was taken out again."""
+
+    alone: frozenset[ContributionKey]
+    scales: frozenset[float]
+
+
+def _keeping(
+    measured: Sequence[Held], first: ContributionKey, other: ContributionKey, beside: _Beside
+) -> set[ParamKey]:
     """The parameters whose gradient holds what both passes brought."""
-    return {held.param for held in measured if _keeps(held, first, other)}
+    return {held.param for held in measured if _keeps(held, first, other, beside)}
 
 
-def _keeps(held: Held, first: ContributionKey, other: ContributionKey) -> bool:
+def _keeps(held: Held, first: ContributionKey, other: ContributionKey, beside: _Beside) -> bool:
     keys = held.replay.basis.keys
     columns = [[column for column, key in enumerate(keys) if key == one] for one in (first, other)]
     if not all(columns) or held.observed is None or held.nominal is None:
@@ -172,4 +187,9 @@ def _keeps(held: Held, first: ContributionKey, other: ContributionKey) -> bool:
     both = [*columns[0], *columns[1]]
     leaves = np.nan_to_num(held.replay.basis.values[both])
     found, documented = held.observed[both] @ leaves, held.nominal[both] @ leaves
-    return bool(np.linalg.norm(found - documented) <= GONE * np.linalg.norm(documented))
+    others = [column for column, key in enumerate(keys) if key in beside.alone and held.nominal[column]]
+    ratios = [ratio for ratio in held.observed[others] / held.nominal[others] if abs(ratio) > 0]
+    shares = {float(np.median(ratios))} if ratios else {1 / scale for scale in beside.scales}
+    return any(
+        np.linalg.norm(found - documented * share) <= GONE * np.linalg.norm(documented * share) for share in shares
+    )

@@ -27,7 +27,7 @@ from gradcheck_dist.probes.losses.loss_terms import emit_term, uncounted_terms, 
 from gradcheck_dist.probes.losses.same_logits import on_same_logits
 from gradcheck_dist.probes.parameters.stand_ins import is_host
 from gradcheck_dist.probes.recording.deferred import number
-from gradcheck_dist.probes.recording.marks import LABELLED, RECORDED, has_several
+from gradcheck_dist.probes.recording.marks import LABELLED, RECORDED, TOLD, has_several
 from gradcheck_dist.probes.recording.patching import Patches
 from gradcheck_dist.probes.recording.recorder import BackwardPass, Recorder, guarded, kept_away
 
@@ -98,6 +98,7 @@ def look(
     if len(roots) == 1 and _is_loss(recorder, roots[0], has_gradients):
         function = function_of(roots[0].grad_fn)
         nameless = f"{FUNCTION}{function}" if function else "unknown"
+        current.root_node = roots[0].grad_fn
         current.root_loss = ", ".join(dict.fromkeys(found.others)) or nameless
         if current.computed or not (found.known or picks) or any(map(has_several, found.known)):
             means.watch(recorder, current, roots[0], passes)
@@ -126,12 +127,22 @@ def _tell_value(recorder: Recorder, current: BackwardPass, root: Root) -> None:
         )
 
 
+def _told_once(recorder: Recorder, node: Any, op: str, reduction: str, *fields: Any) -> int:
+    """The id of a loss that is recorded now, or was when an earlier pass of the step differentiated it."""
+    step, loss_id = node.metadata.get(TOLD, (None, 0)) if node is not None else (None, 0)
+    if step != recorder.step:
+        loss_id = tell_loss(recorder, op, reduction, *fields)
+        if node is not None:  # a parameter may be the loss
+            node.metadata[TOLD] = recorder.step, loss_id
+    return int(loss_id)
+
+
 def _watch_cross_entropy(recorder: Recorder, node: Any) -> int:
     target, reduction = node._saved_target, _REDUCTIONS[node._saved_reduction]
     valid = target != node._saved_ignore_index
     counted = valid.sum()
     num_tokens: int | Tensor = int(counted) if is_host(counted) else counted
-    loss_id = tell_loss(recorder, "nll_loss", reduction, target, num_tokens)
+    loss_id = _told_once(recorder, node, "nll_loss", reduction, target, num_tokens)
     arrived = functools.partial(
         gradient_arrived,
         recorder,
@@ -148,7 +159,7 @@ def _watch_cross_entropy(recorder: Recorder, node: Any) -> int:
 def _watch_picks(recorder: Recorder, node: Any, op: str) -> int:
     saved = getattr(node, PICKS[name_of(node)])
     labels = saved if isinstance(saved, Tensor) else saved[-1]
-    loss_id = tell_loss(recorder, op, "none", labels, None)
+    loss_id = _told_once(recorder, node, op, "none", labels, None)
     _hook(recorder, node, functools.partial(log_probs.gradient_arrived, recorder, loss_id=loss_id))
     return loss_id
 
@@ -156,7 +167,7 @@ def _watch_picks(recorder: Recorder, node: Any, op: str) -> int:
 def _watch_labelled(recorder: Recorder, node: Any) -> None:
     given: Labelled = node.metadata[LABELLED]
     known = given.share.isfinite() if isinstance(given.share, Tensor) else None
-    loss_id = tell_loss(recorder, given.op, "none", given.labels, None, given.site, known)
+    loss_id = _told_once(recorder, node, given.op, "none", given.labels, None, given.site, known)
 
     def arrived(grad: Tensor) -> None:
         weights = torch.where(given.left_out, 0, -given.sign * given.share * grad.detach())
@@ -185,7 +196,7 @@ def _count_nothing_inside(recorder: Recorder, node: Any) -> None:
 
 def _watch_soft_targets(recorder: Recorder, node: Any) -> None:
     """Where targets sum to 1 over the classes, the gradients that arrive at log-probabilities sum to -weight."""
-    loss_id = tell_loss(recorder, "log_softmax", "none", None, None)
+    loss_id = _told_once(recorder, node, "log_softmax", "none", None, None)
     dim = dim_of(node)
     _hook(recorder, node, lambda grad: log_probs.gradient_arrived(recorder, grad.sum(dim), loss_id=loss_id))
 
@@ -209,7 +220,7 @@ def nothing_seen(recorder: Recorder, current: BackwardPass) -> None:
     reaches = current.touched or recorder.in_pipeline
     if current.root_loss is None or not reaches or recorder.loss_seen_in == current.seq:
         return
-    loss_id = tell_loss(recorder, current.root_loss, "unknown", None, None)
+    loss_id = _told_once(recorder, current.root_node, current.root_loss, "unknown", None, None)
     told = [term.told for term in current.reduced]
     tell_whole(recorder, current, loss_id, **(told[0] if len(told) == 1 else {}))
     if current.whole is not None and current.reduced and all(term.arrived is not None for term in current.reduced):
