@@ -14,7 +14,7 @@ from gradcheck_dist.diagnosis.engine import diagnose
 from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.probes import attach
 from gradcheck_dist.trace.run import read_run
-from gradcheck_dist.trainer.launch import warm_up
+from gradcheck_dist.trainer.launch import launch, warm_up
 
 EXPECTED = {
     "right": ("clean", []),
@@ -35,6 +35,14 @@ def test_what_rounding_leaves_in_an_emptied_buffer_is_no_weight(reports: dict[st
     report = reports[variant]
     found = [(finding.code, round(finding.factor.observed or 0, 4)) for finding in report.findings]
     assert (report.verdict, found) == EXPECTED[variant]
+
+
+def test_what_a_wrapper_reduced_may_be_kept_aside_and_come_back(tmp_path: Path) -> None:
+    checksums = launch("kept_workers:run_wrapped", (str(tmp_path),), 2, timeout_s=90)
+    assert all(plain == recorded for of_rank in checksums for plain, recorded in of_rank)
+    for variant in ("ddp", "sharded"):
+        report = diagnose(read_run(tmp_path / variant))
+        assert (report.verdict, report.findings) == ("clean", []), (variant, report.reasons)
 
 
 def add_to_buffer(param: torch.Tensor) -> None:

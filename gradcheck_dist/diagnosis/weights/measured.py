@@ -252,7 +252,10 @@ def _transfer(key: ParamKey, track: Track, played: Replay) -> Held:
         held.reason = _why_unsolved(final, played)
         held.nominal = final.nominal / final.clip
     else:
+        # What is zero itself on all of these elements is not missing, where a buffer was emptied and filled again.
+        unseen = [column for column in held.zeros if final.observed[column] == 0]
         held.observed, held.stderr = final.observed / final.clip, final.stderr / final.clip
+        held.observed[unseen] = np.nan
         held.nominal = final.nominal / final.clip
     return held
 
