@@ -66,12 +66,14 @@ from gradcheck_dist.diagnosis.steps.open_steps import (
     not_finite,
     weighed_apart,
 )
+from gradcheck_dist.diagnosis.steps.param_clips import freed_of_params, of_params
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict, cause
 from gradcheck_dist.diagnosis.steps.thrown_away import lost_at_own_lines
 from gradcheck_dist.diagnosis.steps.unfollowed import not_attached
 from gradcheck_dist.diagnosis.steps.units import unit_of, weights
 from gradcheck_dist.diagnosis.weighing import Assumed, Measurements, Reading, Weighed, read_step, weigh
 from gradcheck_dist.diagnosis.weights.cells import Held, judge
+from gradcheck_dist.events import Clip, OptimizerStep
 from gradcheck_dist.ledger.contributions import Contributions
 from gradcheck_dist.ledger.handed_on import changed_on_the_way, hands_on
 from gradcheck_dist.ledger.hooked import told_hooks
@@ -317,9 +319,25 @@ def _cases(
     if by_norm is not None:
         cases = _judged_again(verdict, freed_by_rank(weighed.measured, by_norm), target)
         verdict.remarks.append(f"step {data.step}: {by_norm.text}")
+    if by_hand is None and by_norm is None:
+        cases = _beside_clips_of_params(cases, verdict, weighed)
     if not cases and verdict.assumed is None:
         verdict.divided = divisions(data, verdict.held, verdict.context.quantities)
     return cases, by_hand.hidden if by_hand is not None else None, by_norm, None
+
+
+def _beside_clips_of_params(cases: list[Case], verdict: StepVerdict, weighed: Weighed) -> list[Case]:
+    """The cases as they are once weights are freed of what lines did to each gradient apart, where these are fewer."""
+    factors = of_params(cases, verdict.held, verdict.data, weighed.target.contributions)
+    if factors is None:
+        return cases
+    before = verdict.held, verdict.units
+    again = _judged_again(verdict, freed_of_params(weighed.measured, factors), weighed.target)
+    again += [case for case in cases if isinstance(case.culprit.before, OptimizerStep | Clip)]
+    if len(again) < len(cases):
+        return again
+    verdict.held, verdict.units = before
+    return cases
 
 
 def _clip_beside(cases: Sequence[Case], verdict: StepVerdict, weighed: Weighed, norms: StepNorms) -> HandClip | None:

@@ -31,6 +31,7 @@ Empty the gradients once a step, after optimizer.step() or before the first micr
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from gradcheck_dist.diagnosis.answer import Answer
 from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
@@ -51,11 +52,13 @@ def triggered(context: StepContext) -> bool:
 
 
 def judge(case: Case) -> Answer | None:
-    if case.culprit.unrecorded and _only_the_last(case):
+    in_a_hook = case.culprit.kind == "backward" and not case.culprit.absent
+    if (case.culprit.unrecorded or in_a_hook) and _only_the_last(case):
         return Answer(
             explanation=f"What was accumulated is emptied or overwritten by nothing recorded: {case.pattern.text}.",
             fix="Add up what the passes of a step leave, and empty it once a step: no .grad = None between them, no "
             "buffer that each pass writes anew (a boundary flag that is set in every pass does this).",
+            culprit=replace(case.culprit, unrecorded=True),
         )
     if not isinstance(case.event, ZeroGrad) or case.culprit.unrecorded:
         return None

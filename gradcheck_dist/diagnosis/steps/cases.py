@@ -28,7 +28,7 @@ from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
 from gradcheck_dist.diagnosis.weights.cells import Cell, Held, average, judge, loss_rounding, pool
 from gradcheck_dist.diagnosis.weights.patterns import Pattern, Sample, explain
 from gradcheck_dist.diagnosis.weights.quiet import losses_show
-from gradcheck_dist.events import GradWrite, Reduce, Site
+from gradcheck_dist.events import GradientNorm, GradWrite, Reduce, Site
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
 from gradcheck_dist.ledger.tracks import StepData
 
@@ -84,7 +84,7 @@ def cases_of(
     ]
     common = [case for case in everywhere if is_common_factor(case) or _may_be_the_loss(case)]
     if not found.anchored and all(case.pattern.kind == "uniform" for case in everywhere):
-        common = everywhere
+        common = [case for case in everywhere if not _follows_norm(case.culprit)]
     elif len(common) > 1:
         common = []
     # What all losses share is one doing of theirs with what they do not share. Where their scale is not known, what all
@@ -109,6 +109,11 @@ def _may_be_the_loss(case: Case) -> bool:
     return culprit.kind == "loss" and culprit.gradient is not None and common_factor(case) > 0
 
 
+def _follows_norm(culprit: Culprit) -> bool:
+    """Whether a change begins where the norm of gradients was taken: it is a clip's, whatever the losses weigh."""
+    return culprit.unrecorded and isinstance(culprit.event, GradientNorm)
+
+
 def _num_right(judged: list[Held]) -> int:
     return sum(cell.right for held in judged for cell in held.cells)
 
@@ -117,6 +122,7 @@ def _cases(verdict: StepVerdict, judged: list[Held]) -> list[Case]:
     """The wrong cells by culprit, each group with its shape and names."""
     quantities = verdict.context.quantities
     found = blame(verdict.data, verdict.contributions, judged, quantities, relative=verdict.context.relative)
+    found = [one for one in found if not all(cell.right for _, cell in one.cells)] or found  # made up for by itself
     found = _of_one_fault(found, judged, verdict.contributions, of_tasks=verdict.context.of_tasks)
     cases = [_case(verdict, blamed, judged) for one in found for blamed in _without_emptied(one)]
     join_alike(cases, sum(bool(held.cells) for held in verdict.held))
