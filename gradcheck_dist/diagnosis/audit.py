@@ -9,7 +9,7 @@ from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
 from gradcheck_dist.diagnosis.finding import Finding, FirstEvent
 from gradcheck_dist.diagnosis.norms.effect import Effect
 from gradcheck_dist.diagnosis.rules import all_rules
-from gradcheck_dist.events import Event
+from gradcheck_dist.events import OWN_OPTIMIZER, Event
 from gradcheck_dist.ledger.tracks import ParamKey
 
 
@@ -60,6 +60,7 @@ def first_event_at(event: Event, rank: int) -> FirstEvent:
         rank=rank,
         seq=event.seq,
         kind=str(event.__struct_config__.tag),
+        op=OWN_OPTIMIZER if getattr(event, "optimizer", None) == OWN_OPTIMIZER else None,
         file=site.file if site else None,
         line=site.line if site else None,
         function=site.function if site else None,

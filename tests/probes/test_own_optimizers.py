@@ -126,6 +126,52 @@ def test_what_the_update_itself_does_to_gradients_in_place_is_seen(tmp_path: Pat
     assert finding.first_event is not None and finding.first_event.file == __file__
 
 
+def clipping(norm: float, after: Update) -> Update:
+    def clipped(model: nn.Module) -> None:
+        grads = [grad(param) for param in model.parameters()]
+        total = sum(float(one.norm()) ** 2 for one in grads) ** 0.5
+        for one in grads:
+            one.mul_(min(1.0, norm / total))
+        after(model)
+
+    return clipped
+
+
+def test_a_clip_by_hand_before_an_update_by_hand_is_one(tmp_path: Path) -> None:
+    report = judged(tmp_path, clipping(0.05, set_to_none))
+    assert (report.verdict, report.findings) == ("clean", []), report.reasons
+
+
+def test_the_last_step_of_a_run_ends_where_the_others_do(tmp_path: Path) -> None:
+    """The line at which an update by hand is noticed is none of the change's: behind the last step another one is."""
+    torch.manual_seed(0)
+    model, update = Net(), clipping(0.05, zero_by_hand)
+    with attach(tmp_path):
+        for step in range(3):
+            tokens, labels = batch(0, step)
+            loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), reduction="sum")
+            (loss / (labels >= 0).sum()).backward()
+            update(model)
+    report = diagnose(read_run(tmp_path))
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert [reason for reason in report.reasons if "steps 0 to 2" in reason]
+
+
+def test_what_is_never_emptied_is_one_finding_to_the_last_step(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    with attach(tmp_path):
+        for step in range(3):
+            tokens, labels = batch(0, step)
+            loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), reduction="sum")
+            (loss / (labels >= 0).sum()).backward()
+            with torch.no_grad():
+                for param in model.parameters():
+                    param -= RATE * grad(param)
+    (finding,) = diagnose(read_run(tmp_path)).findings
+    assert (finding.code, finding.steps) == ("GS402", [1, 2])
+
+
 @pytest.mark.parametrize("stays", [False, True])
 def test_gradients_are_held_no_longer_than_to_the_next_forward_pass(tmp_path: Path, stays: bool) -> None:
     """Beside activations they would be memory that training does not have."""

@@ -14,7 +14,7 @@ from gradcheck_dist.diagnosis.causes.own_lines import lines_that_write
 from gradcheck_dist.diagnosis.steps.reduced_early import COMES_EARLY, reduced_early
 from gradcheck_dist.diagnosis.weights.cells import Cell, Held, judge
 from gradcheck_dist.diagnosis.words import that_write
-from gradcheck_dist.events import Backward, Event
+from gradcheck_dist.events import OWN_OPTIMIZER, Backward, Event
 from gradcheck_dist.ledger.buffers import Entry
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
 from gradcheck_dist.ledger.tracks import StepData
@@ -73,8 +73,9 @@ def _until_then(cells: Sequence[Cell]) -> str:
 
 
 def short_line(event: object) -> str:
+    """Its line; "" where that is not known: of an own optimizer's step it is that at which the step was noticed."""
     site = getattr(event, "site", None)
-    return site.short if site is not None else ""
+    return site.short if site is not None and getattr(event, "optimizer", "") != OWN_OPTIMIZER else ""
 
 
 def place_in_words(kind: str, line: str, before: msgspec.Struct | None) -> str:

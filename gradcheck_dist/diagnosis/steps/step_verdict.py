@@ -20,6 +20,7 @@ from gradcheck_dist.diagnosis.weights.context import StepContext
 from gradcheck_dist.diagnosis.weights.factors import Powers
 from gradcheck_dist.diagnosis.weights.patterns import Pattern
 from gradcheck_dist.diagnosis.words import BY_HAND
+from gradcheck_dist.events import OWN_OPTIMIZER
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
 from gradcheck_dist.ledger.several_terms import Terms
 from gradcheck_dist.ledger.tracks import ParamKey, StepData
@@ -32,8 +33,10 @@ HIDDEN = "where a clip by hand hides no division"
 def cause(finding: Finding) -> Cause:
     """Equal for what repeats step after step: same rule and same culprit line. Verification is done once, and may find
     several functions wrong that are applied on one line. A clip by hand is told at what came last before it, which is
-    another event where another gradient is measured best."""
+    another event where another gradient is measured best; the step of an own optimizer at which it was noticed."""
     event = finding.first_event
+    if event is not None and event.op == OWN_OPTIMIZER:
+        return (finding.code, OWN_OPTIMIZER)
     if finding.pattern.startswith(BY_HAND):
         return (finding.code, BY_HAND)
     verified = finding.pattern if event is not None and event.kind == "gradient_check" else ""

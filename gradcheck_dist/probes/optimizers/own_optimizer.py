@@ -172,8 +172,8 @@ class OwnOptimizer:
         for plan, values in emptied.values():
             recorder.keep(seq, BEFORE, plan, values)
         recorder.read.note(recorder.step, [info for info, _ in there])
-        if all(info.param.grad is grad for info, grad in there) and not emptied:
-            record_norms(recorder, seq, infos)
+        if all(info.param.grad is None or info.param.grad is grad for info, grad in there) and not emptied:
+            record_norms(recorder, seq, infos, held={info.id: grad for info, grad in there if info.param.grad is None})
         recorder.emit(
             OptimizerStep,
             seq=seq,
