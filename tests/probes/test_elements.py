@@ -108,7 +108,10 @@ def test_sums_that_are_divided_by_what_they_go_over_are_means(tmp_path: Path) ->
 def test_means_of_what_nobody_knows_accuse_nobody(tmp_path: Path, name: str) -> None:
     report = trained(tmp_path, NAMELESS[name], 1, EQUAL)
     assert (report.verdict, report.findings) == ("undetermined", [])
-    assert any("weighs x 3 of what it would in their average" in reason for reason in report.reasons)
+    assert any(
+        "weighs x 3 of what it would in their average (the number of accumulation steps)" in reason
+        for reason in report.reasons
+    )
 
 
 class Handed(torch.autograd.Function):

@@ -145,7 +145,7 @@ def test_what_is_not_known_is_left_open(tmp_path: Path, name: str) -> None:
 
 def test_by_how_much_passes_differ_is_told(tmp_path: Path) -> None:
     (reason,) = trained(tmp_path, OPEN["one pass twice"]).reasons
-    assert "weighs from x 1 to x 2 of what it would in their average" in reason
+    assert "weighs x 2 in accumulation step 1 and x 1 elsewhere of what it would in their average" in reason
 
 
 def test_real_and_generated_data_in_one_root_accuse_nobody(tmp_path: Path) -> None:

@@ -17,13 +17,15 @@ from statistics import median
 import msgspec
 import numpy as np
 
-from gradcheck_dist.diagnosis.weights.cells import MAX_SPREAD, Held
-from gradcheck_dist.diagnosis.weights.degrees import degrees_of
+from gradcheck_dist.diagnosis.weights.cells import MAX_SPREAD, Cell, Held
+from gradcheck_dist.diagnosis.weights.degrees import degrees_of, same
 from gradcheck_dist.events import LossGradient, Reduce
 from gradcheck_dist.ledger.contributions import Contribution, ContributionKey, Contributions
+from gradcheck_dist.wording import numbered
 
 Judge = Callable[[list[Held], Contributions, dict[ContributionKey, Fraction]], list[Held]]
 Expect = Callable[[str, Mapping[ContributionKey, int]], dict[ContributionKey, Fraction]]
+BOTH = 2
 MEANS = "microbatch-mean"
 WEIGHTS = "weights of tokens"
 SAME = 1e-3
@@ -346,14 +348,51 @@ def in_words(contributions: Contributions, measured: list[Held], judge: Judge, e
         return said
     for asked, words in _MEANS_OF.items():
         one.expected = expect(asked, one.tokens)
-        ratios = [cell.ratio for held in judge(measured, one.contributions, one.expected) for cell in held.cells]
+        cells = [cell for held in judge(measured, one.contributions, one.expected) for cell in held.cells]
+        ratios = [cell.ratio for cell in cells]
         if not ratios:
             return ""
         low, high = min(ratios), max(ratios)
         if high - low <= SAME * abs(median(ratios)):
-            return words.format(times=f"x {median(ratios):.6g}")
-        said = said or words.format(times=f"from x {low:.4g} to x {high:.4g}")
+            return words.format(times=f"x {median(ratios):.6g}", named=_named(median(ratios), contributions))
+        said = said or words.format(named="", times=_by_place(cells) or f"from x {low:.4g} to x {high:.4g}")
     return said
+
+
+def _named(number: float, contributions: Contributions) -> str:
+    """Which numbers of ranks and passes it is, or one over them, in words; "" where it is none."""
+    by_key = contributions.by_key
+    ranks, passes = len({key[0] for key in by_key}), len({key[1:] for key in by_key})
+    both = ranks * passes if min(ranks, passes) > 1 else 1
+    degrees = {"data ranks": ranks, "accumulation steps": passes, "both together": both}
+    names = [name for name, degree in degrees.items() if degree > 1 and same(number, degree)]
+    over = [name for name, degree in degrees.items() if degree > 1 and same(number, 1 / degree)]
+    return f" ({'1 over ' if over else ''}the number of {' or of '.join(names or over)})" if names or over else ""
+
+
+def _by_place(cells: Sequence[Cell]) -> str:
+    """Two numbers that cells have, and on which ranks or in which accumulation steps they have the one that is seldom,
+    or farther from 1; "" where they have others, or it is told otherwise."""
+    levels: list[list[Cell]] = []
+    for cell in sorted(cells, key=lambda cell: cell.ratio):
+        if levels and cell.ratio - levels[-1][0].ratio <= SAME * abs(levels[-1][0].ratio):
+            levels[-1].append(cell)
+        else:
+            levels.append([cell])
+    keys = [{cell.key for cell in level} for level in levels]
+    if len(levels) != BOTH or keys[0] & keys[1]:
+        return ""
+    odd, usual = sorted((0, 1), key=lambda at: (len(keys[at]), -abs(levels[at][0].ratio - 1)))
+    ranks, steps = ({key[at] for key in keys[odd]} for at in (0, 1))
+    if not any(key[0] in ranks for key in keys[usual]):
+        place = f"on {numbered('data rank', sorted(ranks))}"
+    elif not any(key[1] in steps for key in keys[usual]):
+        place = f"in {numbered('accumulation step', sorted(steps))}"
+    elif len(ranks) == len(steps) == 1:
+        place = f"in {numbered('accumulation step', sorted(steps))} of {numbered('data rank', sorted(ranks))}"
+    else:
+        return ""
+    return f"x {levels[odd][0].ratio:.4g} {place} and x {levels[usual][0].ratio:.4g} elsewhere"
 
 
 def in_means(samples: Contributions, measured: list[Held], judge: Judge, expect: Expect) -> str:
@@ -370,6 +409,6 @@ def in_means(samples: Contributions, measured: list[Held], judge: Judge, expect:
 
 
 _MEANS_OF = {
-    MEANS: "mean over its elements weighs {times} of what it would in their average",
-    "global-token-mean": "elements weigh {times} of what they would in one mean over all of the step's",
+    MEANS: "mean over its elements weighs {times} of what it would in their average{named}",
+    "global-token-mean": "elements weigh {times} of what they would in one mean over all of the step's{named}",
 }
