@@ -159,3 +159,62 @@ def test_a_loss_twice_in_the_sum_is_not_taken_for_heads(tmp_path: Path) -> None:
     """Halves of one batch whose means are added, where they should be averaged, or heads: nobody knows."""
     report = trained(tmp_path, lambda x, z, y: (F.cross_entropy(x, y) + F.cross_entropy(z, y)) / STEPS)
     assert (report.verdict, report.findings) == ("undetermined", [])
+
+
+def together(
+    run_dir: Path, numbers: tuple[float, ...], *, heads: bool = True, sizes: tuple[int, ...] = UNEQUAL
+) -> Report:
+    """One step of a single backward pass over all batches, each with its number before its losses."""
+    torch.manual_seed(0)
+    body = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 10))
+    optimizer = torch.optim.SGD(body.parameters(), lr=0.1)
+    with attach(run_dir, objective="microbatch-mean"):
+        total = torch.zeros(())
+        for size, number in zip(sizes, numbers, strict=True):
+            one, other = body(torch.randn(size, 6)).chunk(2, dim=1)
+            loss = F.cross_entropy(one, torch.randint(5, (size,)))
+            loss = loss + 0.5 * F.cross_entropy(other, torch.randint(5, (size,))) if heads else loss
+            total = total + loss * number
+        total.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    return diagnose(read_run(run_dir))
+
+
+def test_batches_that_go_backward_together_are_right_where_they_are_divided(tmp_path: Path) -> None:
+    report = together(tmp_path, (0.25,) * STEPS, sizes=EQUAL)
+    assert (report.verdict, report.findings) == ("clean", [])
+
+
+@pytest.mark.parametrize(
+    ("numbers", "heads", "told"),
+    [
+        ((1.0,) * STEPS, True, "adds up 4 losses of one line, beside others, and 1 x stands before each"),
+        ((0.5,) * STEPS, True, "and x 2 of the mean over them where they are parts of one batch"),
+        ((0.25, 0.25, 0.25, 0.5), False, "0.25 x stands before the loss in a sum of several"),
+    ],
+)
+def test_batches_that_go_backward_together_and_no_mean_of_them_are_left_open(
+    tmp_path: Path, numbers: tuple[float, ...], heads: bool, told: str
+) -> None:
+    report = together(tmp_path, numbers, heads=heads)
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert any(told in reason for reason in report.reasons), report.reasons
+
+
+@pytest.mark.parametrize("mean", [True, False])
+@pytest.mark.parametrize(("number", "codes"), [(1 / STEPS, []), (1.0, ["GS303"])])
+def test_what_is_multiplied_by_zero_is_no_term(tmp_path: Path, number: float, codes: list[str], mean: bool) -> None:
+    """All parameters times zero, so that a wrapper sees each of them: the number before the loss is no coefficient."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attach(tmp_path):
+        for size in EQUAL:
+            logits, labels = model(torch.randn(size, 6)), torch.randint(5, (size,))
+            loss = F.cross_entropy(logits, labels) if mean else squared(logits)
+            loss = loss if number == 1 else loss * number
+            (loss + 0.0 * sum(param.sum() for param in model.parameters())).backward()
+        optimizer.step()
+    report = diagnose(read_run(tmp_path))
+    assert [finding.code for finding in report.findings] == codes
+    assert codes or report.verdict == "clean"

@@ -33,7 +33,8 @@ class Written:
     come out wrong without it, too. `of_sum`: it stands before a sum over tokens, and not before their mean.
     `counted`: what stands before a loss's mean and is one over its tokens in this step, or ranks or passes over
     them. `uncounted`: what stands before one that divides by each pass's own tokens, and is as many as ranks or passes,
-    so that a sum of the counts may be missing.
+    so that a sum of the counts may be missing. `num_parts`: how often a pass evaluates the same lines, where nothing
+    divides by that.
     """
 
     contributions: Contributions
@@ -44,6 +45,7 @@ class Written:
     counted: float | None = None
     uncounted: float | None = None
     divided: float | None = None
+    num_parts: int = 1
 
     @property
     def remark(self) -> str:
@@ -72,6 +74,14 @@ class Written:
                 f"a loss in a sum of several is divided there by {self.divided:g}, as many as ranks or passes: right "
                 "where that is its coefficient, and one division too many where a mean over these was meant, of which "
                 "an average follows. "
+                "gradcheck_dist.mark_loss(loss_sum, num_tokens, term=..., coefficient=...) on each loss tells"
+            )
+        if self.num_parts > 1:
+            together = self.coefficient * self.num_parts
+            return (
+                f"each backward pass adds up {self.num_parts} losses of one line, beside others, and "
+                f"{self.coefficient:.4g} x stands before each: right where these are tasks of their own, and x "
+                f"{together:.4g} of the mean over them where they are parts of one batch. "
                 "gradcheck_dist.mark_loss(loss_sum, num_tokens, term=..., coefficient=...) on each loss tells"
             )
         return (
@@ -118,9 +128,33 @@ def _without(contributions: Contributions, losses: Sequence[LossOfPasses], *, of
     counted = next((one for loss, one in with_numbers if _is_of_tokens(loss, one, contributions)), None)
     uncounted = next((one for loss, one in with_numbers if _divides_apart(loss, one, contributions)), None)
     divided = _divided_alone(losses, index, contributions)
+    num_parts = _num_parts(losses, numbers)
+    uneven = num_parts == 1 and _is_uneven_mean(numbers)
+    num_parts = 1 if same(numbers[index] * num_parts, 1) else num_parts
     certain = (means[index] != of_sum or unequal) and own and counted is uncounted is divided is None
+    certain &= num_parts == 1 and not uneven
     aimed_at = replace(contributions, by_key=by_key)
-    return Written(aimed_at, number, certain, may_divide, of_sum, counted, uncounted, divided)
+    return Written(aimed_at, number, certain, may_divide, of_sum, counted, uncounted, divided, num_parts)
+
+
+def _is_uneven_mean(numbers: Sequence[float]) -> bool:
+    """Whether several losses, but not all, are divided by as many as there are: a mean of them, but for one's weight."""
+    shares = [same(number * len(numbers), 1) for number in numbers]
+    return 1 < sum(shares) < len(numbers)
+
+
+def _num_parts(losses: Sequence[LossOfPasses], numbers: Sequence[float]) -> int:
+    """How often a pass evaluates the same losses one after the other, with the same numbers before them: microbatches
+    that go backward together."""
+    signs: list[tuple[object, ...]] = []
+    for loss, number in zip(losses, numbers, strict=True):
+        _, event = next(iter(loss.values()))
+        site = event.site if event is not None else None
+        signs.append((site and (site.file, site.line, site.called_from), event and event.op, round(number, 6)))
+    for period in range(1, len(signs) // 2 + 1):
+        if len(signs) % period == 0 and all(sign == signs[at % period] for at, sign in enumerate(signs)):
+            return len(signs) // period
+    return 1
 
 
 def _is_of_tokens(loss: LossOfPasses, number: float, contributions: Contributions) -> bool:

@@ -8,10 +8,12 @@ from enum import Enum
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gradcheck_dist.probes.backward.graph_leaves import name_of as name_of
 from gradcheck_dist.probes.backward.roots import Root
 from gradcheck_dist.probes.losses import log_probs
+from gradcheck_dist.probes.parameters.stand_ins import is_host
 from gradcheck_dist.probes.recording.marks import has_other_outputs, is_labelled, is_recorded
 
 MAX_NODES = 100
@@ -237,6 +239,21 @@ def saved(node: Any, name: str, by_torch: bool = False) -> Any:
         if hook is not None and not (by_torch and getattr(hook, "__module__", "") == "torch.autograd.graph"):
             return None
     return getattr(node, name, None)
+
+
+def other_operand(node: Any) -> Tensor | None:
+    """What a product or quotient multiplies by, which has no gradient."""
+    for name in ("_saved_other", "_saved_self"):
+        other = saved(node, name, by_torch=True)
+        if isinstance(other, Tensor) and not other.requires_grad:
+            return other
+    return None
+
+
+def is_times_zero(node: Any) -> bool:
+    """Whether a node multiplies by zero, as far as that is known without waiting for an accelerator."""
+    other = other_operand(node) if name_of(node) == "MulBackward" else None
+    return type(other) is Tensor and other.numel() == 1 and is_host(other) and float(other) == 0
 
 
 def dim_of(node: Any) -> int:

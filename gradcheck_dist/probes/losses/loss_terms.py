@@ -11,7 +11,17 @@ from torch import Tensor
 
 from gradcheck_dist.events import LossTerm
 from gradcheck_dist.probes.backward.roots import Root
-from gradcheck_dist.probes.losses.loss_graph import FACTORS, MAX_NODES, End, Found, edges_of, end_of, name_of, op_of
+from gradcheck_dist.probes.losses.loss_graph import (
+    FACTORS,
+    MAX_NODES,
+    End,
+    Found,
+    edges_of,
+    end_of,
+    is_times_zero,
+    name_of,
+    op_of,
+)
 from gradcheck_dist.probes.recording.deferred import number
 from gradcheck_dist.probes.recording.recorder import BackwardPass, Recorder, guarded
 
@@ -33,7 +43,7 @@ class Terms:
 
 def uncounted_terms(root: Root, graph: Found) -> Terms:
     """The summands of the scalar `root` that are no counted losses; none where it is no sum. A summand is
-    followed through factors that have no gradient."""
+    followed through factors that have no gradient; what is multiplied by zero is none."""
     summands: list[tuple[Any, int]] = []
     todo: list[tuple[Any, int]] = [(root.grad_fn, root.output_nr)] if root.grad_fn is not None else []
     while todo and len(summands) < MAX_NODES:
@@ -44,7 +54,7 @@ def uncounted_terms(root: Root, graph: Found) -> Terms:
         if name == HANDS_ON and node.next_functions[output][0] is not None:
             todo.append(node.next_functions[output])
         elif goes_on and (name in SUMS or len(operands) == 1):
-            todo += operands
+            todo += operands if not is_times_zero(node) else []
         else:
             summands.append((node, output))
     found = Terms()

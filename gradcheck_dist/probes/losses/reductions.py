@@ -17,7 +17,15 @@ from torch import Tensor
 
 from gradcheck_dist.probes.losses.differences import to_one_number
 from gradcheck_dist.probes.losses.log_probs import PASS_THROUGH
-from gradcheck_dist.probes.losses.loss_graph import FACTORS, MAX_FACTORS, OTHERS, edges_of, name_of, saved
+from gradcheck_dist.probes.losses.loss_graph import (
+    FACTORS,
+    MAX_FACTORS,
+    OTHERS,
+    edges_of,
+    is_times_zero,
+    name_of,
+    other_operand,
+)
 from gradcheck_dist.probes.losses.loss_terms import HANDS_ON, MAX_TERMS, SUMS
 from gradcheck_dist.probes.parameters.stand_ins import is_host
 from gradcheck_dist.probes.recording.backward_pass import NumbersBefore
@@ -111,7 +119,8 @@ class Reduced:
 
 def summands(root: Any, output: int) -> tuple[Edge, list[Any], list[tuple[Edge, list[Any]]]]:
     """The node that a root is a multiple of, the nodes that multiply it by numbers, and what it adds up, each with the
-    nodes that multiply it in the sum; itself where it is no sum, and where it has more terms than are told apart."""
+    nodes that multiply it in the sum; itself where it is no sum, and where it has more terms than are told apart.
+    What is multiplied by zero there (all parameters, so that a wrapper sees each) is no term."""
     top, above = _factors_above((root, output))
     found: list[tuple[Edge, list[Any]]] = []
     todo: list[tuple[Edge, list[Any]]] = [(top, [])]
@@ -122,7 +131,8 @@ def summands(root: Any, output: int) -> tuple[Edge, list[Any], list[tuple[Edge, 
             todo += [(below, [*factors, *more]) for below, more in map(_factors_above, reversed(parts))]
         else:
             found.append((edge, factors))
-    return top, above, found if not todo else [(top, [])]
+    there = [(edge, factors) for edge, factors in found if not any(map(is_times_zero, factors))]
+    return top, above, (there or found) if not todo else [(top, [])]
 
 
 def _factors_above(edge: Edge) -> tuple[Edge, list[Any]]:
@@ -155,7 +165,7 @@ def numbers_at(factors: list[Any]) -> NumbersBefore:
 
 
 def _number_at(node: Any) -> float | Tensor | None:
-    name, other = name_of(node), _other(node)
+    name, other = name_of(node), other_operand(node)
     if name == "NegBackward":
         return -1.0
     if type(other) is not Tensor or other.numel() != 1:
@@ -240,7 +250,7 @@ def _descend(found: Reduced, edge: Edge) -> bool:
         if len(operands) != 1:
             return edge[1] == 0
         if name in FACTORS:
-            other = _other(node)
+            other = other_operand(node)
             if name != "NegBackward" and (other is None or other.numel() == 1):
                 found.numbers.append(node)
             if other is not None and other.numel() > 1:
@@ -354,15 +364,6 @@ def _handed_on(edge: Edge) -> Edge | None:
         return own[0] if len(own) == 1 < len(join.next_functions) and _shape(own[0]) in ((), (1,)) else None
     alone = name in ("MeanBackward", "SumBackward") and _shape(following[0]) == ()
     return following[0] if alone or (name.startswith(PASS_THROUGH) and _shape(following[0]) in ((), (1,))) else None
-
-
-def _other(node: Any) -> Tensor | None:
-    """What a product or quotient multiplies by, which has no gradient."""
-    for name in ("_saved_other", "_saved_self"):
-        other = saved(node, name, by_torch=True)
-        if isinstance(other, Tensor) and not other.requires_grad:
-            return other
-    return None
 
 
 def _shape(edge: Edge) -> tuple[int, ...] | None:
