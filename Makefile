@@ -13,7 +13,7 @@ help:
 	@echo "make test-long  what takes long for what seldom breaks: restarts, notebooks, other sizes of scenarios, the trainer beside one process"
 	@echo "make clients  trains with transformers, accelerate, Lightning, TRL, sentence-transformers, ignite, DeepSpeed, torchtitan, Megatron Core; takes 6 GB in $(VENV)/clients"
 	@echo "make library  every scenario as a table, then again with another seed; make matrix  every correct configuration"
-	@echo "make simulate  sixty random trainers of every family, judged without any process"
+	@echo "make simulate  sixty random trainers of every family, judged without any process; then hundreds of real ones"
 	@echo "make bench    overhead, trace, statistics, scale, start, screens, reports, many ranks, detection; what is kept already is left out"
 	@echo "make bench-gpu  checks and times on a CUDA device;  make bench-quick  only shows that the benchmarks run"
 	@echo "make test-gpu  the probes' tests with their tensors on a CUDA device, which all ranks share"
@@ -114,8 +114,10 @@ library: $(VENV)/.installed-dev
 	$(BIN)/gradcheck scenario --all
 	$(BIN)/python -m pytest -m library tests/scenarios/test_library.py $(PYTEST_ARGS)
 
+# The second: scripts of random pieces in real ranks, whose gradients are compared with one process's.
 simulate: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m simulation tests/diagnosis $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m simulation tests/composed $(PYTEST_ARGS)
 
 matrix: install
 	$(BIN)/gradcheck matrix
