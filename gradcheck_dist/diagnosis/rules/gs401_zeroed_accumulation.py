@@ -52,8 +52,7 @@ def triggered(context: StepContext) -> bool:
 
 
 def judge(case: Case) -> Answer | None:
-    in_a_hook = case.culprit.kind == "backward" and not case.culprit.absent
-    if (case.culprit.unrecorded or in_a_hook) and _only_the_last(case):
+    if _only_the_last(case) and (case.culprit.unrecorded or _every_other_in_its_own(case)):
         return Answer(
             explanation=f"What was accumulated is emptied or overwritten by nothing recorded: {case.pattern.text}.",
             fix="Add up what the passes of a step leave, and empty it once a step: no .grad = None between them, no "
@@ -91,6 +90,14 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
         rank=first.rank,
         event=backward_of(facts.data, first),
     )
+
+
+def _every_other_in_its_own(case: Case) -> bool:
+    """Whether a pass is seen to leave nothing itself, as all but the last do, of which there are several: a buffer that
+    each pass empties or writes anew. A hook that drops one pass is another fault."""
+    gone = {cell.key[1] for _, cell in case.cells if not cell.right}
+    passes = {cell.key[1] for held in case.held for cell in held.cells}
+    return case.culprit.kind == "backward" and not case.culprit.absent and 1 < len(gone) == len(passes) - 1
 
 
 def _only_the_last(case: Case) -> bool:
