@@ -104,7 +104,9 @@ def look(
             means.watch(recorder, current, roots[0], passes)
         elif recorder.sampling:
             means.watch_weighted(recorder, current, roots[0])
-        _tell_value(recorder, current, roots[0])
+        counts_nothing = not (found.known or found.cross_entropies or picks)
+        if counts_nothing or not current.other_losses:
+            _tell_value(recorder, current, roots[0])
 
 
 def _is_loss(recorder: Recorder, root: Root, has_gradient: bool) -> bool:
@@ -116,7 +118,7 @@ def _is_loss(recorder: Recorder, root: Root, has_gradient: bool) -> bool:
 def _tell_value(recorder: Recorder, current: BackwardPass, root: Root) -> None:
     """Record what a pass begins at, where that is one loss: ranks that compute it together have one value of it."""
     plain = type(root) is Tensor and root.is_floating_point()
-    if plain and recorder.sampling and recorder.impulses is None and not current.other_losses:
+    if plain and recorder.sampling and recorder.impulses is None:
         assert isinstance(root, Tensor)
         recorder.emit(
             RootValue,
