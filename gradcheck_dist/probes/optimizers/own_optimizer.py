@@ -213,7 +213,11 @@ def install(recorder: Recorder, patches: Patches) -> None:
                 return original(self)
             if has_torch_function((self,)):
                 return handle_torch_function(original, (self,), self)  # type: ignore[no-any-return]
-            if recorder.own_optimizer is not None and own.grads and type(self) is Tensor:
+            if (
+                recorder.own_optimizer is not None
+                and own.grads
+                and (type(self) is Tensor or hasattr(self, "_local_tensor"))
+            ):
                 emptied(recorder, own, self)
             return original(self)
 
