@@ -1,4 +1,4 @@
-"""A hand-written update of DTensors whose gradients are filled with zeros by hand is judged as that of plain tensors."""
+"""A hand-written update of DTensors whose gradients are zeroed by hand is judged as that of plain tensors."""
 
 from __future__ import annotations
 
