@@ -12,11 +12,22 @@ from gradcheck_dist.stats.sampling import sample_positions
 
 
 def fingerprint(param: Tensor, positions: Any) -> int | None:
-    """A checksum of a plain parameter's values at the sampled positions; read once, when it is first seen."""
-    if hasattr(param, "_local_tensor") or not param.numel() or param.is_meta:
+    """A checksum of a plain parameter's values at the sampled positions; read once, when it is first seen. A DTensor on
+    one rank alone (experts that FSDP2 shards over a group of one) is as whole as a plain one."""
+    whole = _on_one_rank(param)
+    if whole is None or not whole.numel() or whole.is_meta:
         return None
-    values = param.detach().take(torch.as_tensor(positions, device=param.device)).cpu()
+    values = whole.take(torch.as_tensor(positions, device=param.device)).cpu()
     return zlib.crc32(values.contiguous().view(torch.uint8).numpy().tobytes())
+
+
+def _on_one_rank(param: Tensor) -> Tensor | None:
+    """A parameter's values where all of them lie here and nowhere else as its own."""
+    local = getattr(param, "_local_tensor", None)
+    if local is None:
+        return param.detach()
+    alone = param.device_mesh.size() == 1 and local.shape == param.shape  # type: ignore[attr-defined]
+    return local.detach() if alone else None
 
 
 def start(param: Tensor, sample_size: int) -> int | None:

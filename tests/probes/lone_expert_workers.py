@@ -1,0 +1,66 @@
+"""An expert on each of two ranks, which FSDP2 shards over that rank alone, for test_lone_experts.py."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+SIZE, WORDS = 8, 12
+
+
+class Exchange(torch.autograd.Function):
+    """As many rows to each rank."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor) -> Tensor:
+        got = torch.empty_like(rows)
+        dist.all_to_all_single(got, rows.contiguous())
+        return got
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        got = torch.empty_like(gradients[0])
+        dist.all_to_all_single(got, gradients[0].contiguous())
+        return got
+
+
+class Net(nn.Module):
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.head = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, WORDS)
+        torch.manual_seed(2 + rank)
+        self.expert = nn.Linear(SIZE, SIZE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x))
+        return self.head(h + Exchange.apply(torch.tanh(self.expert(Exchange.apply(h)))))
+
+
+def train(run_dir: str, divisor: float) -> None:
+    """Train three steps of two passes; `divisor`: of the expert's gradients, which hold all ranks' means."""
+    from gradcheck_dist.probes import attach
+
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    net = Net(rank)
+    mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("copies", "experts"))
+    fully_shard(net.expert, mesh=mesh["copies"])
+    fully_shard(net, mesh=init_device_mesh("cpu", (world,)))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    drawn = torch.Generator().manual_seed(5 + rank)
+    with attach(run_dir, steps=range(3)):
+        for _ in range(3):
+            for _ in range(2):
+                x, labels = torch.randn(6, SIZE, generator=drawn), torch.randint(0, WORDS, (6,), generator=drawn)
+                (nn.functional.cross_entropy(net(x), labels) / 2).backward()
+            for param in net.expert.parameters():
+                assert param.grad is not None
+                param.grad.div_(divisor)
+            optimizer.step()
+            optimizer.zero_grad()
+    dist.barrier()
+    dist.destroy_process_group()

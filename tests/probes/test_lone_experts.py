@@ -1,0 +1,20 @@
+"""Experts of one rank each, which FSDP2 shards over that rank alone, are no copies that nobody reduces."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gradcheck_dist.diagnosis.engine import diagnose
+from gradcheck_dist.trace.run import read_run
+from gradcheck_dist.trainer.launch import launch, warm_up
+
+
+@pytest.mark.parametrize(("divisor", "found"), [(2.0, []), (1.0, [("GS104", 2.0)])])
+def test_their_divisor_is_judged(tmp_path: Path, divisor: float, found: list[tuple[str, float]]) -> None:
+    warm_up()
+    launch("lone_expert_workers:train", (str(tmp_path / "run"), divisor), 2, timeout_s=60)
+    report = diagnose(read_run(tmp_path / "run"))
+    assert [(one.code, pytest.approx(one.factor.observed)) for one in report.findings] == found
+    assert report.verdict == ("findings" if found else "clean"), report.reasons
