@@ -34,6 +34,7 @@ from gradcheck_dist.diagnosis.steps.own_divisors import leave_statistics_open
 from gradcheck_dist.diagnosis.steps.pass_counts import lay_to_passes
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
 from gradcheck_dist.diagnosis.steps.thrown_away import leave_thrown_away_open
+from gradcheck_dist.diagnosis.steps.undone_behind import leave_assumed_open
 from gradcheck_dist.diagnosis.steps.unfollowed import without_keepers
 from gradcheck_dist.diagnosis.steps.unrecorded import passes_of, tell_unlike, tell_unusual
 from gradcheck_dist.diagnosis.steps.waiting import name_waiting
@@ -121,6 +122,7 @@ def conclude(
     passes = passes_of(run, verdicts)
     tell_unusual(verdicts, passes)
     confirm(verdicts)
+    leave_assumed_open(verdicts)
     if len(inferred := {(one.context.objective, one.context.objective_from) for one in verdicts}) == 1:
         objective, objective_from = inferred.pop()  # the weights of all steps tell what is meant
         objective_from = with_lengths(objective_from, [one.contributions for one in verdicts])

@@ -369,3 +369,29 @@ def test_a_clip_that_is_seen_is_no_part_of_what_sets_passes_apart(tmp_path: Path
         "x 5 on the last accumulation step (1), the rest right",
         5,
     )
+
+
+@pytest.mark.parametrize(("scale", "verdict"), [(1.0, "clean"), (512.0, "undetermined")])
+def test_tokens_and_a_loss_scale_that_an_assignment_divides_by_at_once_accuse_nobody(
+    tmp_path: Path, scale: float, verdict: str
+) -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with attach(tmp_path, objective="global-token-mean"):
+        for step in range(2):
+            data = [batch(0, NUM_BATCHES * step + k) for k in range(NUM_BATCHES)]
+            for part in data:
+                (token_sum(model, part) * scale).backward()
+            grads = []
+            for param in model.parameters():
+                assert param.grad is not None
+                param.grad = param.grad * (1 / scale / sum(int((labels >= 0).sum()) for _, labels in data))
+                grads.append(param.grad)
+            shorter = 0.05 / squares(grads)
+            assert shorter < 1
+            for grad in grads:
+                grad.mul_(shorter)
+            optimizer.step()
+            optimizer.zero_grad()
+    report = diagnose(read_run(tmp_path))
+    assert (report.verdict, report.findings) == (verdict, []), report.reasons

@@ -52,6 +52,18 @@ def leave_clipped_open(verdict: StepVerdict, factor: float, norm: float, toleran
             _leave_open(verdict, finding, f"a clip by hand behind it, which leaves norm {norm:.4g},")
 
 
+def leave_assumed_open(verdicts: Iterable[StepVerdict]) -> None:
+    """The same for the lines of a clip by hand that are taken to divide by one number already, as no other step shows:
+    they may divide by this one besides."""
+    for verdict in verdicts:
+        assumed = verdict.assumed
+        if assumed is None or assumed.reason not in verdict.reasons:
+            continue
+        for finding in list(verdict.findings):
+            if _may_be_undone(verdict, finding, []):
+                _leave_open(verdict, finding, f"a clip by hand{assumed.where}")
+
+
 def _leave_open(verdict: StepVerdict, finding: Finding, words: str) -> None:
     verdict.take_away(finding)
     verdict.reasons.append(
