@@ -120,6 +120,19 @@ def test_what_divides_twice_is_found(tmp_path: Path, update: Update) -> None:
     assert (finding.code, finding.factor.expression) == ("GS303", "1/accumulation_steps")
 
 
+def clipped(model: nn.Module) -> None:
+    shorter = 0.05 / float(sum((grad(param) ** 2).sum() for param in model.parameters())) ** 0.5
+    assert shorter < 1
+    for param in model.parameters():
+        grad(param).mul_(shorter)
+    zero_by_hand(model)
+
+
+def test_the_norm_that_a_clip_left_is_known_of_gradients_that_were_emptied(tmp_path: Path) -> None:
+    report = judged(tmp_path, clipped)
+    assert (report.verdict, report.findings) == ("clean", []), report.reasons
+
+
 def test_what_the_update_itself_does_to_gradients_in_place_is_seen(tmp_path: Path) -> None:
     [finding] = judged(tmp_path, halved_once_more).findings
     assert finding.factor.observed == pytest.approx(0.5)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from array import array
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import nan
 
 import numpy as np
@@ -67,6 +67,21 @@ def record_norms(
     for of_device in grads.values():
         rows = array("i", [number for param, plan, _ in of_device for number in (param, plan)])
         pending = start([grad for _, _, grad in of_device])
+        recorder.num_norms += 1
+        recorder.copies.expect(pending, functools.partial(_write, recorder, recorder.step, seq, rows, pending))
+
+
+def taken(grad: Tensor) -> PendingNorms | None:
+    """The norm of a gradient that is about to be emptied; None of what torch's statistics do not read."""
+    local: Tensor = getattr(grad, "_local_tensor", grad)
+    return start([grad]) if local.layout is torch.strided and local.dtype in DTYPES else None
+
+
+@guarded("norms")
+def record_taken(recorder: Recorder, seq: int, norms: Iterable[tuple[int, int, PendingNorms]]) -> None:
+    """Record norms that were taken before: (parameter, plan, norm)."""
+    for param, plan, pending in norms:
+        rows = array("i", [param, plan])
         recorder.num_norms += 1
         recorder.copies.expect(pending, functools.partial(_write, recorder, recorder.step, seq, rows, pending))
 

@@ -32,7 +32,7 @@ from gradcheck_dist.events import (
     ProbeStatus,
 )
 from gradcheck_dist.probes.backward import autograd
-from gradcheck_dist.probes.optimizers.norms import record_norms
+from gradcheck_dist.probes.optimizers.norms import record_norms, record_taken, taken
 from gradcheck_dist.probes.parameters.registry import LocalPlan, ParamInfo
 from gradcheck_dist.probes.parameters.stand_ins import is_host
 from gradcheck_dist.probes.recording.deferred import stacked
@@ -41,6 +41,7 @@ from gradcheck_dist.probes.recording.patching import Patches
 from gradcheck_dist.probes.recording.recorder import BackwardPass, Recorder, guarded
 from gradcheck_dist.probes.recording.samples import elements
 from gradcheck_dist.probes.recording.sites import caller_site
+from gradcheck_dist.stats.norms import PendingNorms
 from gradcheck_dist.stats.sampling import sample_positions
 
 MAX_PARAMS, MAX_VALUES = 8, 16
@@ -60,6 +61,7 @@ class OwnOptimizer:
         self._forward: Any = None  # a hook that waits for the next module that is called, while gradients are held
         self._zero: set[int] = set()  # parameters whose gradient is zero as it came
         self._emptied: dict[int, tuple[LocalPlan, Tensor]] = {}  # by parameter, what was read before it was emptied
+        self._norms: dict[int, tuple[int, int, PendingNorms]] = {}  # and its norm
         self._before: list[Noted] = []  # what parameters held before the backward pass that is under way
         self._sizes: list[int] = []  # and how many elements each had
         self.looks_inside = True  # until an optimizer of torch's steps; LOMO is one and never does
@@ -83,6 +85,7 @@ class OwnOptimizer:
         if self._recorder.own_optimizer is None:
             return
         self._emptied.clear()
+        self._norms.clear()
         held = {info.id: info for info, _ in self.grads.values()} | touched
         self.grads = {key: (info, grad) for key, info in held.items() if (grad := info.param.grad) is not None}
         arrived = {key: self.grads[key][1] for key in touched if key in self.grads}
@@ -140,6 +143,8 @@ class OwnOptimizer:
         values = elements(found[1].detach(), found[0].indices) if found is not None else None
         if found is not None and values is not None:
             self._emptied[info.id] = (found[0], values)
+            if (norm := taken(held)) is not None:
+                self._norms[info.id] = (info.id, found[0].id, norm)
 
     def look(self) -> None:
         """Whether an optimizer has stepped since: most parameters are not what they were."""
@@ -154,9 +159,10 @@ class OwnOptimizer:
         recorder = self._recorder
         # What was put in the place of a gradient since, and still lies there, is what was read.
         held = [(info, grad if info.param.grad is None else info.param.grad) for info, grad in self.grads.values()]
-        emptied = dict(self._emptied)
+        emptied, norms = dict(self._emptied), list(self._norms.values())
         self._begun, self.grads = False, {}
         self._emptied.clear()
+        self._norms.clear()
         if not recorder.recording:
             recorder.end_step()
             return
@@ -171,6 +177,8 @@ class OwnOptimizer:
             recorder.sample(seq, BEFORE, info, grad)
         for plan, values in emptied.values():
             recorder.keep(seq, BEFORE, plan, values)
+        if len(norms) == len(infos):
+            record_taken(recorder, seq, norms)
         recorder.read.note(recorder.step, [info for info, _ in there])
         if all(info.param.grad is None or info.param.grad is grad for info, grad in there) and not emptied:
             record_norms(recorder, seq, infos, held={info.id: grad for info, grad in there if info.param.grad is None})
