@@ -138,7 +138,7 @@ def _without(contributions: Contributions, losses: Sequence[LossOfPasses], *, of
 
 
 def _is_uneven_mean(numbers: Sequence[float]) -> bool:
-    """Whether several losses, but not all, are divided by as many as there are: a mean of them, but for one's weight."""
+    """Whether several losses, but not all, are divided by as many as there are: a mean, but for the others' weights."""
     shares = [same(number * len(numbers), 1) for number in numbers]
     return 1 < sum(shares) < len(numbers)
 
