@@ -78,7 +78,7 @@ def mixed(data: StepData, coordinate: Mapping[int, int]) -> Mixed:
     concerned: set[int] = set()
     for key, of_rank in data.tracks.items():
         for rank, event, group in _reductions(data, key, of_rank):
-            holders = _holders({peer: of_rank[peer] for peer in group})
+            holders = _holders(data, {peer: of_rank[peer] for peer in group}, event)
             if holders is None:
                 continue
             if len(holders) == 1:
@@ -148,11 +148,15 @@ def _peers(event: Reduce) -> tuple[int, ...]:
     return () if event.impl == "reduce_scatter" else event.group
 
 
-def _holders(tracks: dict[int, Track]) -> tuple[tuple[int, ...], ...] | None:
-    """The ranks by the values that they hold; None where the values do not tell, or where some are neither alike nor
-    unlike at both ends of the step."""
+def _holders(data: StepData, tracks: dict[int, Track], event: Reduce) -> tuple[tuple[int, ...], ...] | None:
+    """The ranks by the values that they hold, or by the elements that they reduce; None where the values do not tell,
+    or where some are neither alike nor unlike at both ends of the step."""
     together = []
+    reduced = {rank: _reduced(data, track, event) for rank, track in tracks.items()}
     for one, other in combinations(tracks, 2):
+        mine, theirs = reduced[one], reduced[other]
+        if mine.any() and theirs.any() and not (mine & theirs).any():
+            continue  # shards of one tensor
         told = {
             _same(mine, theirs)
             for mine, theirs in ((tracks[one].begun, tracks[other].begun), (tracks[one].left, tracks[other].left))
@@ -163,6 +167,19 @@ def _holders(tracks: dict[int, Track]) -> tuple[tuple[int, ...], ...] | None:
         if told == {True}:
             together.append({one, other})
     return tuple(sorted(tuple(sorted(part)) for part in merge([{rank} for rank in tracks], together)))
+
+
+def _reduced(data: StepData, track: Track, event: Reduce) -> np.ndarray:
+    """Which elements a rank holds of a gradient where it takes part in such a reduction, shape (num_positions,); none
+    where that was not sampled."""
+    alike = {
+        one.seq
+        for one in data.events[track.rank]
+        if isinstance(one, Reduce) and (one.impl, one.group) == (event.impl, event.group)
+        if track.param.id in data.params_of(track.rank, one.params)
+    }
+    points = [point.values.data for point in track.points if point.seq in alike]
+    return ~np.isnan(points[-1]) if points else np.zeros(1, dtype=bool)
 
 
 def _same(mine: np.ndarray, theirs: np.ndarray) -> bool | None:
