@@ -102,6 +102,7 @@ def _blame(
     *,
     relative: bool,
 ) -> list[Blame]:
+    """The culprits of accounts that are complete."""
     if any(not one.cell.right for one in every) and (line := token_line(every, contributions)) is not None:
         lay_tokens_to_losses(every, contributions, line)
     if off_alike(judged):

@@ -364,7 +364,7 @@ def _named(number: float, contributions: Contributions) -> str:
     by_key = contributions.by_key
     ranks, passes = len({key[0] for key in by_key}), len({key[1:] for key in by_key})
     both = ranks * passes if min(ranks, passes) > 1 else 1
-    degrees = {"data ranks": ranks, "accumulation steps": passes, "both together": both}
+    degrees = {"data ranks": ranks, "accumulation steps": passes, "ranks and steps together": both}
     names = [name for name, degree in degrees.items() if degree > 1 and same(number, degree)]
     over = [name for name, degree in degrees.items() if degree > 1 and same(number, 1 / degree)]
     return f" ({'1 over ' if over else ''}the number of {' or of '.join(names or over)})" if names or over else ""
