@@ -353,6 +353,29 @@ def test_a_gradient_that_torch_func_computed_for_a_second_model_leaves_the_verdi
     assert any("no recorded backward pass of the step made" in reason for reason in report.reasons)
 
 
+def test_a_trainer_that_asks_torch_func_for_all_its_gradients_is_told_what_is_not_followed(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs, labels = batch(0, 0)
+
+    def loss(params: dict[str, Tensor]) -> Tensor:
+        rows = torch.func.functional_call(model, params, (inputs,)).log_softmax(-1)
+        return -rows.gather(-1, labels.clamp(min=0)[..., None]).mean()
+
+    with attach(tmp_path):
+        for _ in range(2):
+            computed = torch.func.grad(loss)({name: param.detach() for name, param in model.named_parameters()})
+            for name, param in model.named_parameters():
+                param.grad = computed[name]
+            optimizer.step()
+    report = diagnose(read_run(tmp_path))
+    (reason,) = report.reasons
+    assert (report.verdict, report.coverage.problems) == ("undetermined", [])
+    assert "gradients by torch.func, or by hand, are not followed" in reason
+    assert "compared once with those that it does" in next_step(report)
+
+
 def test_a_gradient_that_waits_for_an_optimizer_which_steps_less_often_is_told(tmp_path: Path) -> None:
     body, head = nn.Linear(4, 16), nn.Linear(16, 3)
     often, seldom = (torch.optim.SGD(part.parameters(), lr=0.1) for part in (body, head))

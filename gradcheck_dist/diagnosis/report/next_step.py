@@ -21,6 +21,7 @@ from gradcheck_dist.diagnosis.steps.never_read import ELSEWHERE, NEVER_READ
 from gradcheck_dist.diagnosis.steps.open_steps import (
     BLIND,
     FEW_SAMPLES,
+    NO_AUTOGRAD,
     NONE_ASKED_FOR,
     NOT_FINITE,
     OF_THEIR_OWN,
@@ -124,6 +125,8 @@ SAYS = {
     "division on the loss's line or on .grad in its place, all is judged.",
     UNMADE: "Record from the first step on (--steps 0:3). Gradients that are computed by hand, or by torch.func, are "
     "not judged: compare them once with those of loss.backward() on the same batch.",
+    NO_AUTOGRAD: "Record from the first step on. Gradients that loss.backward() does not compute can be compared once "
+    "with those that it does, on the same batch.",
     FEW_SAMPLES: LARGER_SAMPLE,
     PARTED: "Nothing to do where these are each rank's own part; else reduce their gradients as the others'.",
     OF_THEIR_OWN: "Nothing to do where each rank holds its own part of one model, and what comes back through "

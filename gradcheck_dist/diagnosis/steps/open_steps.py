@@ -58,6 +58,7 @@ UNMADE = "that no recorded backward pass of the step made"
 FEW_SAMPLES = "cannot be told from the samples"
 OF_THEIR_OWN = "hold parameters of their own alone"
 NONE_ASKED_FOR = "none of which was to be recorded"
+NO_AUTOGRAD = "no backward pass of autograd's was recorded"
 BLIND = "losses went backward, and no gradient of a parameter was seen: not judged"
 REPLAYED = "was replayed from a CUDA graph, where no probe sees it: record steps before the capture (`--steps`)"
 
@@ -69,6 +70,8 @@ def no_step(run: Run, coverage: Coverage) -> str:
     passed = max((_unrecorded_alone(trace.events) for trace in run.ranks.values()), default=0)
     if passed:
         return f"training ended after {plural(passed, 'optimizer step')}, {NONE_ASKED_FOR}"
+    if any(isinstance(event, OptimizerStep) for trace in run.ranks.values() for event in trace.events):
+        return f"optimizers stepped, and {NO_AUTOGRAD}: gradients by torch.func, or by hand, are not followed"
     return "no backward pass was recorded: attach before the training loop, and let it reach a step"
 
 

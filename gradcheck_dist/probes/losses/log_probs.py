@@ -22,7 +22,7 @@ from gradcheck_dist.events import Loss, LossGradient
 from gradcheck_dist.probes.losses.loss import is_inside_of_a_loss, label_hash, when_reached
 from gradcheck_dist.probes.losses.sequences import sequences
 from gradcheck_dist.probes.losses.tokens import labels_seen
-from gradcheck_dist.probes.parameters.stand_ins import is_host
+from gradcheck_dist.probes.parameters.stand_ins import is_host, is_transformed
 from gradcheck_dist.probes.recording import perhaps
 from gradcheck_dist.probes.recording.backward_pass import BackwardPass, TokenWeights
 from gradcheck_dist.probes.recording.marks import mark_recorded, mark_several
@@ -119,7 +119,7 @@ def evaluated(
 ) -> None:
     """`classes`: the dimension along which several classes of one token were picked."""
     recorder.ensure_step()
-    if not recorder.recording or is_inside_of_a_loss(recorder):
+    if not recorder.recording or is_transformed(log_probs) or is_inside_of_a_loss(recorder):
         return
     loss_id = recorder.next_seq()
     known = {"num_labels": labels.numel(), "label_hash": label_hash(labels)} if labels is not None else {}
