@@ -53,6 +53,7 @@ RIGHT: dict[str, Loss] = {
     "a sum over rows": lambda x, y, k: (near(x, y, "sum") / len(y) + 0.05 * divergence(x)) / STEPS,
     "three, one taken away": lambda x, y, k: (near(x, y) + far(x, y) - 0.01 * x.sigmoid().mean()) / STEPS,
     "both with coefficients": lambda x, y, k: (10 * near(x, y) + 0.1 * far(x, y)) / STEPS,
+    "halves of one kind": lambda x, y, k: (0.5 * near(x, y) + 0.5 * near(x.roll(1, 0), y)) / STEPS,
     "a constant beside": lambda x, y, k: (near(x, y) + 0.3 * far(x, y) + 1) / STEPS,
 }
 
@@ -128,6 +129,7 @@ OPEN: dict[str, Loss] = {
     "coefficients that divide as well": lambda x, y, k: (near(x, y) / STEPS + 0.2 * far(x, y) / STEPS) / STEPS,
     "coefficients and nothing that divides": lambda x, y, k: 0.5 * near(x, y) + 0.2 * far(x, y),
     "a coefficient before the sum": lambda x, y, k: 0.5 * (near(x, y) + 0.2 * far(x, y)) / STEPS,
+    "one number before each": lambda x, y, k: (1.5 * near(x, y) + 1.5 * near(x.roll(1, 0), y)) / STEPS,
     "one mean twice": lambda x, y, k: ((mean := near(x, y)) + 0.5 * mean) / STEPS,
     "elements of both": lambda x, y, k: ((d := (x[:, :HEADS] - y).square()).mean() + 0.1 * d.sum()) / STEPS,
     "a learned weight": lambda x, y, k: (near(x, y) + x.mean() * far(x, y)) / STEPS,

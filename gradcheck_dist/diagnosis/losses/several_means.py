@@ -24,6 +24,7 @@ from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
 from gradcheck_dist.ledger.tracks import StepData
 
 SAME = 1e-3
+PARTS = 2
 REDUCED = sorted({*ReducedGradient.__struct_fields__} - {*Event.__struct_fields__})
 Term = dict[ContributionKey, LossTerm]
 
@@ -41,6 +42,8 @@ def main_term(data: StepData, contributions: Contributions) -> MainTerm | None:
     nothing multiplies where the program was given gradients in between, by whose norms it weighs the others."""
     terms = _terms(data, contributions)
     main = next((term for term in terms if _is_mean(term, contributions)), None)
+    if _share_a_number(terms):
+        return None
     if not terms or not (all(_is_written(term, contributions) for term in terms) or (main and _was_given(data))):
         return None
     if main is not None and _may_average_terms(terms, contributions):
@@ -102,6 +105,16 @@ def _is_written(term: Term, contributions: Contributions) -> bool:
 def _is_mean(term: Term, contributions: Contributions) -> bool:
     """Whether a term is, in its sum, a mean over its own elements or rows that nothing multiplies."""
     return any(all(abs(one - 1) <= SAME for one in of.values()) for of in _before_means(term, contributions))
+
+
+def _share_a_number(terms: list[Term]) -> bool:
+    """Whether one number stands before each of several terms of one kind, and is not one over how many they are:
+    microbatches that go backward together are divided so, by a wrong number. A coefficient of all would stand once."""
+    numbers = [number for term in terms for number in _before(term).values()]
+    if len(terms) < PARTS or len({event.op for term in terms for event in term.values()}) > 1:
+        return False
+    number = abs(numbers[0])
+    return _one_number(numbers) and not any(abs(number - meant) <= SAME for meant in (1, 1 / len(terms)))
 
 
 def _may_average_terms(terms: list[Term], contributions: Contributions) -> bool:
