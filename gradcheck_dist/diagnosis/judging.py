@@ -66,14 +66,13 @@ from gradcheck_dist.diagnosis.steps.open_steps import (
     not_finite,
     weighed_apart,
 )
-from gradcheck_dist.diagnosis.steps.param_clips import freed_of_params, of_params
+from gradcheck_dist.diagnosis.steps.param_clips import freed_of_params, is_last, of_params
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict, cause
 from gradcheck_dist.diagnosis.steps.thrown_away import lost_at_own_lines
 from gradcheck_dist.diagnosis.steps.unfollowed import not_attached
 from gradcheck_dist.diagnosis.steps.units import unit_of, weights
 from gradcheck_dist.diagnosis.weighing import Assumed, Measurements, Reading, Weighed, read_step, weigh
 from gradcheck_dist.diagnosis.weights.cells import Held, judge
-from gradcheck_dist.events import Clip, OptimizerStep
 from gradcheck_dist.ledger.contributions import Contributions
 from gradcheck_dist.ledger.handed_on import changed_on_the_way, hands_on
 from gradcheck_dist.ledger.hooked import told_hooks
@@ -333,7 +332,7 @@ def _beside_clips_of_params(cases: list[Case], verdict: StepVerdict, weighed: We
         return cases
     before = verdict.held, verdict.units
     again = _judged_again(verdict, freed_of_params(weighed.measured, factors), weighed.target)
-    again += [case for case in cases if isinstance(case.culprit.before, OptimizerStep | Clip)]
+    again += [case for case in cases if is_last(case)]
     if len(again) < len(cases):
         return again
     verdict.held, verdict.units = before

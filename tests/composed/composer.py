@@ -143,7 +143,7 @@ def compose(seed: int) -> Script:
     of_tokens, equal = draw.random() < 0.5, draw.random() < 0.3
     loss = draw.choice(sorted(TOKEN_SUMS if of_tokens else ELEMENT_MEANS))
     wrapper = draw.choice(["ddp", "ddp no_sync", "ddp summing", "fsdp", "hooks", "main_grad", *["by hand"] * 3])
-    if wrapper == "ddp summing" and passes > 1:
+    if wrapper == "ddp summing":
         passes = 1  # else what is reduced in one pass is reduced again in the next
     reduction = draw.choice(sorted(REDUCTIONS))
     optimizer, emptied, clip = (draw.choice(sorted(one)) for one in (OPTIMIZERS, EMPTIED, CLIPS))
@@ -160,9 +160,8 @@ def compose(seed: int) -> Script:
         emptied = "model"
     if fault in ("one pass", "lost", "emptied") and passes == 1:
         fault = "twice"
-    text = HEAD.format(
-        passes=passes, equal=equal, of_tokens=of_tokens, loss=(TOKEN_SUMS if of_tokens else ELEMENT_MEANS)[loss]
-    )
+    expression = (TOKEN_SUMS if of_tokens else ELEMENT_MEANS)[loss]
+    text = HEAD.format(passes=passes, equal=equal, of_tokens=of_tokens, loss=expression)
     told: dict[str, object] = {"wrapper": wrapper, "reduction": reduction, "loss": loss, "passes": passes}
     told |= {"optimizer": optimizer, "emptied": emptied, "clip": clip, "behind": behind, "scale": scale}
     told |= {"beside": beside, "equal": equal}
@@ -178,7 +177,7 @@ def compose(seed: int) -> Script:
     share = ("world" if averages else "1") if of_tokens else ("1" if averages else "1 / world")
     share = f"({share}) / {'num' if of_tokens else 'PASSES'}"
     share += {"world more": " / world", "world less": " * world"}.get(fault or "", "")
-    _passes(lines, wrapper, (TOKEN_SUMS if of_tokens else ELEMENT_MEANS)[loss], "1" if behind else share, scale, fault)
+    _passes(lines, wrapper, expression, "1" if behind else share, scale, fault)
     if by_hand:
         lines.add(REDUCTIONS[reduction].format(grad=grad))
     for number in ([share] if behind else []) + ([f"1 / {scale}"] if scale > 1 else []):
@@ -255,11 +254,8 @@ def _passes(lines: _Lines, wrapper: str, loss: str, share: str, scale: int, faul
     lines.depth += 1
     lines.add(f"out = net(x)\nloss = {loss}\nrunning += loss.item()")
     lines.add(f"loss = loss * ({share})" if share != "1" else "")
-    lines.add(
-        {"one rank": "if rank == world - 1: loss = loss * 3", "one pass": "if k == 0: loss = loss * 2"}.get(
-            fault or "", ""
-        )
-    )
+    lines.add("if rank == world - 1: loss = loss * 3" if fault == "one rank" else "")
+    lines.add("if k == 0: loss = loss * 2" if fault == "one pass" else "")
     lines.add(f"loss = loss * {scale}" if scale > 1 else "")
     lines.add("if k == 0: loss.backward(retain_graph=True)" if fault == "twice" else "")
     lines.add("loss.backward()")

@@ -24,7 +24,7 @@ from gradcheck_dist.diagnosis.causes.hands import (
     settle,
     still_wrong,
 )
-from gradcheck_dist.diagnosis.causes.loss_scales import free_of_scales, scales_by_hand
+from gradcheck_dist.diagnosis.causes.loss_scales import free_of_scales
 from gradcheck_dist.diagnosis.causes.never_arrived import never_arrived, put_together
 from gradcheck_dist.diagnosis.causes.one_line import join_lines
 from gradcheck_dist.diagnosis.causes.own_lines import line_between
@@ -34,7 +34,7 @@ from gradcheck_dist.diagnosis.causes.routes import SAME
 from gradcheck_dist.diagnosis.causes.spared import give_spared
 from gradcheck_dist.diagnosis.causes.token_lines import lay_tokens_to_losses, token_line
 from gradcheck_dist.diagnosis.weights.cells import SIGMAS, Cell, Held
-from gradcheck_dist.diagnosis.weights.written import is_exactly_written
+from gradcheck_dist.diagnosis.weights.written import is_exactly_written, scales_by_hand
 from gradcheck_dist.events import Clip, GradientNorm, OptimizerStep
 from gradcheck_dist.ledger.contributions import Contributions
 from gradcheck_dist.ledger.solve import EPSILON

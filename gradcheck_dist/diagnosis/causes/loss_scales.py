@@ -21,11 +21,6 @@ from gradcheck_dist.ledger.contributions import Contributions
 from gradcheck_dist.ledger.tracks import StepData
 
 
-def scales_by_hand(data: StepData) -> bool:
-    """Whether a line of the trainer's own divides gradients by what may be a loss scale."""
-    return any(scale_of(event) is not None for events in data.events.values() for event in events)
-
-
 def free_of_scales(data: StepData, contributions: Contributions, every: Sequence[Judged]) -> None:
     """Take each loss scale out of the loss's share, and of the bracket whose lines divide by it, where that leaves less
     of the losses to explain. Sums that ranks and passes divide at most carry none: what is divided by there is a number

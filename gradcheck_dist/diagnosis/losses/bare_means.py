@@ -17,7 +17,7 @@ from math import isfinite
 from gradcheck_dist.diagnosis.losses.elements import GAINS, beneath_mean, weights_of_means
 from gradcheck_dist.diagnosis.weights.cells import Cell, Held
 from gradcheck_dist.diagnosis.weights.loops import one_loop
-from gradcheck_dist.diagnosis.weights.written import scale_of
+from gradcheck_dist.diagnosis.weights.written import scales_by_hand
 from gradcheck_dist.events import AmpUnscale
 from gradcheck_dist.ledger.contributions import UNKNOWN, ContributionKey, Contributions
 from gradcheck_dist.ledger.discarded import reevaluates
@@ -102,10 +102,9 @@ def _written(
 ) -> dict[ContributionKey, float] | None:
     """The number that multiplies each mean, freed of a loss scale and of signs; None where others stand beside it, or
     it is not known."""
-    every = [event for of_rank in data.events.values() for event in of_rank]
-    scales = {event.scale for event in every if isinstance(event, AmpUnscale)}
-    least = min(map(abs, weights.values())) * len(weights)
-    scales |= {scale for event in every if (scale := scale_of(event)) is not None and scale <= least * (1 + SAME)}
+    scales = {e.scale for of_rank in data.events.values() for e in of_rank if isinstance(e, AmpUnscale)}
+    most = min(map(abs, weights.values())) * len(weights)  # what divides by more divides by a count
+    scales |= {scale for scale in scales_by_hand(data) if scale <= most * (1 + SAME)}
     share = _share_of_elements(contributions)
     if len(scales) > 1 or (share is not None and share <= LARGER / len(weights)):  # which may hold the division
         return None

@@ -16,7 +16,7 @@ import numpy as np
 
 from gradcheck_dist.diagnosis.losses.returned import weighing
 from gradcheck_dist.diagnosis.weights.cells import Held
-from gradcheck_dist.diagnosis.weights.written import scale_of
+from gradcheck_dist.diagnosis.weights.written import scales_by_hand
 from gradcheck_dist.events import Loss
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions, losses_of_rank
 from gradcheck_dist.ledger.tracks import ParamKey, StepData
@@ -57,9 +57,8 @@ def repeats(data: StepData, contributions: Contributions, measured: Sequence[Hel
     times: dict[ContributionKey, int] = defaultdict(int)
     entered: dict[ContributionKey, ContributionKey] = {}
     params: set[ParamKey] = set()
-    scales = {scale for events in data.events.values() for event in events if (scale := scale_of(event)) is not None}
     several = {key for passes, _ in losses if len(passes) > 1 for key in passes}
-    beside = _Beside(frozenset(contributions.by_key) - several, frozenset({1.0, *scales}))
+    beside = _Beside(frozenset(contributions.by_key) - several, frozenset({1.0, *scales_by_hand(data)}))
     for passes, in_parts in losses:
         same = _of_one_part(measured, list(passes)) if in_parts else None
         again: dict[ContributionKey, ContributionKey] = {}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain, combinations
 from math import hypot
 from statistics import median, median_low
@@ -308,14 +308,4 @@ def clipped_apart(factors: Mapping[int, float], data: StepData, norms: StepNorms
 
 def freed_by_rank(measured: list[Held], clip: HandNorm) -> list[Held]:
     """What was measured, freed of the clip."""
-    return [
-        held
-        if held.observed is None or held.stderr is None
-        else replace(
-            held,
-            observed=held.observed / clip.factors[held.rank],
-            stderr=held.stderr / clip.factors[held.rank],
-            clip_by_hand=clip.factors[held.rank],
-        )
-        for held in measured
-    ]
+    return [held.freed(clip.factors[held.rank]) if held.observed is not None else held for held in measured]

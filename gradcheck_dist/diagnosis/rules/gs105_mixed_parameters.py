@@ -5,6 +5,7 @@ Compares a few values of every parameter over the ranks that reduce its gradient
 of the first recorded step. Where other parameters are equal on these ranks and this one is not, ranks hold experts,
 shards or heads of their own under one name, and the reduction mixes their gradients. Zeros, ones and other constants
 tell nothing, small differences are no other parameter, and experts that all began alike cannot be told from copies.
+Ranks that bring other elements of one tensor to a reduction by hand (the shards of FSDP2) hold no copies either.
 
 ## Why it matters
 Every expert or shard steps by the mean over all of them. They are pulled in the same direction and never specialise,

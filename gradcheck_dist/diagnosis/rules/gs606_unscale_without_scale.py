@@ -35,11 +35,11 @@ from math import log2
 
 from gradcheck_dist.diagnosis.answer import Answer
 from gradcheck_dist.diagnosis.causes.case import Case
+from gradcheck_dist.diagnosis.weights.written import LEAST_POWER
 from gradcheck_dist.events import AmpUnscale, Clip, GradientNorm, OptimizerStep
 
 CODE = "GS606"
 NAME = "unscale-without-scale"
-LEAST_POWER = 5
 
 
 def judge(case: Case) -> Answer | None:

@@ -377,14 +377,4 @@ def tell_hidden(case: Case, finding: Finding, hidden: Sequence[float]) -> None:
 
 def freed(measured: list[Held], factor: float) -> list[Held]:
     """What was measured, freed of a clip by hand that multiplied it by `factor`."""
-    return [
-        replace(
-            held,
-            observed=held.observed / factor,
-            stderr=held.stderr / factor,
-            clip_by_hand=factor,
-        )
-        if held.observed is not None and held.stderr is not None
-        else held
-        for held in measured
-    ]
+    return [held.freed(factor) for held in measured]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from gradcheck_dist.diagnosis.causes.blame import accounted
 from gradcheck_dist.diagnosis.causes.case import Case
@@ -25,15 +24,18 @@ SEVERAL = 2
 """Numbers that nobody writes; one alone may be a forgotten constant's."""
 
 
+def is_last(case: Case) -> bool:
+    """Whether it is what nobody recorded just before the optimizer, or its clip."""
+    return case.culprit.unrecorded and isinstance(case.culprit.before, OptimizerStep | Clip)
+
+
 def of_params(
     cases: Sequence[Case], judged: Sequence[Held], data: StepData, contributions: Contributions
 ) -> dict[Gradient, float] | None:
     """What the last lines before the optimizer multiplied each gradient by, alike in all of what it holds; None where
     they did not, or all these numbers may be the program's constants."""
-    lines = [
-        case for case in cases if case.culprit.unrecorded and isinstance(case.culprit.before, OptimizerStep | Clip)
-    ]
-    if not lines or len(cases) == len(lines):
+    num_last = sum(map(is_last, cases))
+    if num_last in (0, len(cases)):
         return None
     found: dict[Gradient, list[Measured]] = defaultdict(list)
     for one in accounted(data, contributions, judged):
@@ -51,14 +53,4 @@ def of_params(
 
 def freed_of_params(measured: Sequence[Held], factors: Mapping[Gradient, float]) -> list[Held]:
     """What was measured, freed of these numbers."""
-    return [
-        held
-        if held.observed is None or held.stderr is None or (held.param, held.rank) not in factors
-        else replace(
-            held,
-            observed=held.observed / factors[held.param, held.rank],
-            stderr=held.stderr / factors[held.param, held.rank],
-            clip_by_hand=factors[held.param, held.rank],
-        )
-        for held in measured
-    ]
+    return [held.freed(factors.get((held.param, held.rank), 1.0)) for held in measured]

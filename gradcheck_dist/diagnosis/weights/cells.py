@@ -109,6 +109,12 @@ class Held:
     changed_in: str = ""
     alike: tuple[int, ...] = ()
 
+    def freed(self, factor: float) -> Held:
+        """The same, freed of a clip that nobody recorded and that multiplied it by `factor`."""
+        if self.observed is None or self.stderr is None:
+            return self
+        return replace(self, observed=self.observed / factor, stderr=self.stderr / factor, clip_by_hand=factor)
+
     @property
     def ranks(self) -> tuple[int, ...]:
         """The ranks of which this tells."""

@@ -8,6 +8,7 @@ from math import isfinite, log2
 
 from gradcheck_dist.diagnosis.weights.factors import exact_fraction, name_number
 from gradcheck_dist.events import Event, GradWrite
+from gradcheck_dist.ledger.tracks import StepData
 
 Measured = tuple[float, float]
 """(value, relative tolerance)"""
@@ -63,3 +64,8 @@ def scale_of(event: Event) -> float | None:
         return None
     power = round(-log2(event.factor))
     return 2.0**power if power >= LEAST_POWER and abs(event.factor * 2.0**power - 1) < 1e-6 else None
+
+
+def scales_by_hand(data: StepData) -> set[float]:
+    """What may be loss scales that lines of the trainer's own take out of gradients in a step."""
+    return {scale for events in data.events.values() for event in events if (scale := scale_of(event)) is not None}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from math import nan
 
 import numpy as np
@@ -21,30 +21,23 @@ from gradcheck_dist.stats.norms import PendingNorms, on_host, start
 
 
 @guarded("norms")
-def record_norms(
-    recorder: Recorder,
-    seq: int,
-    infos: list[ParamInfo],
-    seen: Seen | None = None,
-    held: Mapping[int, Tensor] | None = None,
-) -> None:
+def record_norms(recorder: Recorder, seq: int, infos: list[ParamInfo], seen: Seen | None = None) -> None:
     """Record the norm of what this rank holds of each `.grad`, as it is now. Nobody waits for an accelerator.
 
     Of sparse gradients and layouts that torch's statistics do not read the norm is NaN. Of an optimizer's own copies
     it is the norm of each parameter's part. `seen`: where gradients lie now, used where they are just this list's.
-    `held`: by parameter a gradient that it had and has no more.
     """
     if not recorder.sampling or not infos:
         return
     if seen is not None and seen.infos is infos:
         _write_plain(recorder, seq, seen.bundle.norm_rows, *on_host(seen.grads, seen.bundle.sizes, seen.found))
         return
-    if not held and _record_plain(recorder, seq, infos):
+    if _record_plain(recorder, seq, infos):
         return
     grads: dict[torch.device, list[tuple[int, int, Tensor]]] = defaultdict(list)
     unread: list[ParamInfo] = []
     for info in infos:
-        grad = info.param.grad if info.param.grad is not None else (held or {}).get(info.id)
+        grad = info.param.grad
         if grad is None:
             continue
         local: Tensor = getattr(grad, "_local_tensor", grad)
@@ -72,7 +65,7 @@ def record_norms(
 
 
 def taken(grad: Tensor) -> PendingNorms | None:
-    """The norm of a gradient that is about to be emptied; None of what torch's statistics do not read."""
+    """The norm of a gradient that is not in its place, or not for long; None of what torch's statistics do not read."""
     local: Tensor = getattr(grad, "_local_tensor", grad)
     return start([grad]) if local.layout is torch.strided and local.dtype in DTYPES else None
 

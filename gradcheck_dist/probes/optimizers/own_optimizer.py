@@ -143,8 +143,14 @@ class OwnOptimizer:
         values = elements(found[1].detach(), found[0].indices) if found is not None else None
         if found is not None and values is not None:
             self._emptied[info.id] = (found[0], values)
-            if (norm := taken(held)) is not None:
-                self._norms[info.id] = (info.id, found[0].id, norm)
+            if (norm := self._norm(info, held)) is not None:
+                self._norms[info.id] = norm
+
+    def _norm(self, info: ParamInfo, grad: Tensor) -> tuple[int, int, PendingNorms] | None:
+        """A parameter, its plan and the norm of its gradient, which is put elsewhere or emptied; None of what is not
+        read, and of a tensor that holds several parameters."""
+        found, norm = (self._recorder.registry.plan(info, grad), taken(grad)) if not info.regions else (None, None)
+        return (info.id, found[0].id, norm) if found is not None and norm is not None else None
 
     def look(self) -> None:
         """Whether an optimizer has stepped since: most parameters are not what they were."""
@@ -177,11 +183,12 @@ class OwnOptimizer:
             recorder.sample(seq, BEFORE, info, grad)
         for plan, values in emptied.values():
             recorder.keep(seq, BEFORE, plan, values)
-        if len(norms) == len(infos):
-            record_taken(recorder, seq, norms)
         recorder.read.note(recorder.step, [info for info, _ in there])
-        if all(info.param.grad is None or info.param.grad is grad for info, grad in there) and not emptied:
-            record_norms(recorder, seq, infos, held={info.id: grad for info, grad in there if info.param.grad is None})
+        if all(info.param.grad is grad for info, grad in there) and not emptied:
+            record_norms(recorder, seq, infos)
+        elif recorder.sampling:
+            norms += [one for info, grad in there if (one := self._norm(info, grad)) is not None]
+            record_taken(recorder, seq, norms if len(norms) == len(infos) else ())
         recorder.emit(
             OptimizerStep,
             seq=seq,
