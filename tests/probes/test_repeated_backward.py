@@ -207,6 +207,37 @@ def test_a_loss_that_is_found_in_the_graph_is_the_same_one_when_it_goes_backward
     assert [one.partition(",")[0] for one in again] == ["tokens weigh x 2 1 1 by accumulation step"] * repeated
 
 
+@pytest.mark.parametrize(
+    "passes", [once, layer_by_layer, looked_at_first, emptied_between, emptied_by_hand, handed_over_twice]
+)
+def test_a_loss_that_counts_nothing_and_enters_once_repeats_none(tmp_path: Path, passes: Passes) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with attach(tmp_path / "run"):
+        for _ in range(2):
+            losses = [F.mse_loss(model(torch.randn(size, 8)), torch.randn(size, 5)) / len(SIZES) for size in SIZES]
+            passes(model, losses)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert diagnose_run(tmp_path / "run").findings == []
+
+
+def test_losses_that_are_parts_of_one_tensor_are_others(tmp_path: Path) -> None:
+    """Iterating over it makes one node of the graph, of which each is an output."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with attach(tmp_path / "run"):
+        for _ in range(2):
+            rows = F.mse_loss(model(torch.randn(3, 8)), torch.randn(3, 5), reduction="none").mean(1) / 3
+            for row in rows:
+                row.backward(retain_graph=True)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert diagnose_run(tmp_path / "run").findings == []
+
+
 def test_losses_that_are_means_are_weighed_apart_in_a_running_total_and_it_is_found(tmp_path: Path) -> None:
     (finding,) = train(tmp_path, running_total, mean=True).findings
     assert finding.code == "GS403"

@@ -98,7 +98,7 @@ def look(
     if len(roots) == 1 and _is_loss(recorder, roots[0], has_gradients):
         function = function_of(roots[0].grad_fn)
         nameless = f"{FUNCTION}{function}" if function else "unknown"
-        current.root_node = roots[0].grad_fn
+        current.root_edge = roots[0].grad_fn, roots[0].output_nr
         current.root_loss = ", ".join(dict.fromkeys(found.others)) or nameless
         if current.computed or not (found.known or picks) or any(map(has_several, found.known)):
             means.watch(recorder, current, roots[0], passes)
@@ -129,14 +129,12 @@ def _tell_value(recorder: Recorder, current: BackwardPass, root: Root) -> None:
         )
 
 
-def _told_once(recorder: Recorder, node: Any, op: str, reduction: str, *fields: Any) -> int:
+def _told_once(recorder: Recorder, node: Any, op: str, reduction: str, *fields: Any, output: int = 0) -> int:
     """The id of a loss that is recorded now, or was when an earlier pass of the step differentiated it."""
-    step, loss_id = node.metadata.get(TOLD, (None, 0)) if node is not None else (None, 0)
-    if step != recorder.step:
-        loss_id = tell_loss(recorder, op, reduction, *fields)
-        if node is not None:  # a parameter may be the loss
-            node.metadata[TOLD] = recorder.step, loss_id
-    return int(loss_id)
+    told = {} if node is None else node.metadata.setdefault(TOLD, {})  # a parameter may be the loss
+    if told.get(output, (None, 0))[0] != recorder.step:
+        told[output] = recorder.step, tell_loss(recorder, op, reduction, *fields)
+    return int(told[output][1])
 
 
 def _watch_cross_entropy(recorder: Recorder, node: Any) -> int:
@@ -222,7 +220,8 @@ def nothing_seen(recorder: Recorder, current: BackwardPass) -> None:
     reaches = current.touched or recorder.in_pipeline
     if current.root_loss is None or not reaches or recorder.loss_seen_in == current.seq:
         return
-    loss_id = _told_once(recorder, current.root_node, current.root_loss, "unknown", None, None)
+    node, output = current.root_edge
+    loss_id = _told_once(recorder, node, current.root_loss, "unknown", None, None, output=output)
     told = [term.told for term in current.reduced]
     tell_whole(recorder, current, loss_id, **(told[0] if len(told) == 1 else {}))
     if current.whole is not None and current.reduced and all(term.arrived is not None for term in current.reduced):

@@ -125,8 +125,8 @@ class BackwardPass:
         "reduced",
         "reduced_inside",
         "returned",
+        "root_edge",
         "root_loss",
-        "root_node",
         "seq",
         "sharding",
         "site",
@@ -187,7 +187,7 @@ class BackwardPass:
         self.whole: Tensor | None = None  # what arrived at the sum of several
         self.before: list[tuple[int | None, NumbersBefore]] = []  # by loss; None for what counts no tokens
         self.root_loss: str | None = None  # what a scalar root is made of, when it is no recorded loss
-        self.root_node: Any = None  # of the autograd graph, which made that root
+        self.root_edge: tuple[Any, int] = (None, 0)  # the node of the autograd graph that made that root, its output
 
     def holds(self, info: ParamInfo, grad: Tensor) -> bool:
         """Whether a gradient is given to a backward function, which may bring it itself later in this pass."""
