@@ -223,15 +223,23 @@ def test_a_loss_that_counts_nothing_and_enters_once_repeats_none(tmp_path: Path,
     assert diagnose_run(tmp_path / "run").findings == []
 
 
-def test_losses_that_are_parts_of_one_tensor_are_others(tmp_path: Path) -> None:
+ROWS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "squares": lambda output, labels: F.mse_loss(output, F.one_hot(labels, 5).float(), reduction="none").mean(1),
+    "soft targets": lambda output, labels: -(output.detach().roll(1, 1).softmax(1) * output.log_softmax(1)).sum(1),
+    "picked": lambda output, labels: -output.log_softmax(1)[torch.arange(len(labels)), labels],
+    "logsumexp": lambda output, labels: output.logsumexp(1) - output.gather(1, labels[:, None])[:, 0],
+}
+
+
+@pytest.mark.parametrize("loss", ROWS)
+def test_losses_that_are_parts_of_one_tensor_are_others(tmp_path: Path, loss: str) -> None:
     """Iterating over it makes one node of the graph, of which each is an output."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 5))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with attach(tmp_path / "run"):
         for _ in range(2):
-            rows = F.mse_loss(model(torch.randn(3, 8)), torch.randn(3, 5), reduction="none").mean(1) / 3
-            for row in rows:
+            for row in ROWS[loss](model(torch.randn(3, 8)), torch.randint(0, 5, (3,))) / 3:
                 row.backward(retain_graph=True)
             optimizer.step()
             optimizer.zero_grad()

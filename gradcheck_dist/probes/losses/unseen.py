@@ -195,8 +195,9 @@ def _count_nothing_inside(recorder: Recorder, node: Any) -> None:
 
 
 def _watch_soft_targets(recorder: Recorder, node: Any) -> None:
-    """Where targets sum to 1 over the classes, the gradients that arrive at log-probabilities sum to -weight."""
-    loss_id = _told_once(recorder, node, "log_softmax", "none", None, None)
+    """Where targets sum to 1 over the classes, the gradients that arrive at log-probabilities sum to -weight. No number
+    of labels tells passes over all of them from passes that each take some, so it is another loss in each."""
+    loss_id = tell_loss(recorder, "log_softmax", "none", None, None)
     dim = dim_of(node)
     _hook(recorder, node, lambda grad: log_probs.gradient_arrived(recorder, grad.sum(dim), loss_id=loss_id))
 
