@@ -171,10 +171,10 @@ def _holders(data: StepData, tracks: dict[int, Track], event: Reduce) -> tuple[t
 
 def _reduced(data: StepData, track: Track, event: Reduce) -> np.ndarray:
     """Which elements a rank holds of a gradient where it takes part in such a reduction, shape (num_positions,); none
-    where that was not sampled, or where the reduction leaves it a part."""
+    where that was not sampled, or where a reduction may leave each rank a part."""
     alike = {
         one.seq
-        for one in (data.events[track.rank] if event.impl not in SHARDING else ())
+        for one in (data.events[track.rank] if event.impl == "all_reduce" else ())
         if isinstance(one, Reduce) and (one.impl, one.group) == (event.impl, event.group)
         if track.param.id in data.params_of(track.rank, one.params)
     }
