@@ -239,6 +239,8 @@ def _inferred(
 def _contribution(
     key: ContributionKey, ranks: tuple[int, ...], owner: int, pairs: list[tuple[LossGradient, Loss | None]]
 ) -> Contribution:
+    # A term that is switched off by a coefficient of 0 stands for no token of the objective.
+    pairs = [pair for pair in pairs if _weighs(pair[0])] or pairs
     gradient, loss = max(pairs, key=lambda pair: pair[0].num_tokens or 0)
     counts = [entry.num_tokens for entry, _ in pairs]
     num_tokens = None if None in counts else sum(count or 0 for count in counts)
@@ -260,6 +262,10 @@ def _contribution(
         lines=frozenset(pair_loss.site.short for _, pair_loss in pairs if pair_loss and pair_loss.site),
         samples=_samples(pairs),
     )
+
+
+def _weighs(gradient: LossGradient) -> bool:
+    return any((gradient.weight, gradient.weight_min, gradient.weight_max))
 
 
 def _samples(pairs: Sequence[tuple[LossGradient, Loss | None]]) -> Samples | None:

@@ -224,3 +224,18 @@ def test_one_number_before_each_of_several_losses_may_be_their_coefficient(tmp_p
 )
 def test_another_number_than_theirs_is_accused_all_the_same(tmp_path: Path, loss: Loss) -> None:
     assert [finding.code for finding in run_of(tmp_path / "run", loss).findings] in (["GS303"], ["GS000"])
+
+
+@pytest.mark.parametrize("number", [1 / STEPS, 1.0])
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("same", [True, False], ids=["its labels", "labels of its own"])
+def test_a_head_that_is_switched_off_by_a_coefficient_weighs_nothing(
+    tmp_path: Path, number: float, first: bool, same: bool
+) -> None:
+    def loss(logits: Tensor, k: int) -> Tensor:
+        off = 0.0 * F.cross_entropy(logits.flip(1), LABELS if same else LABELS.flip(0))
+        return (off + main(logits) if first else main(logits) + off) * number
+
+    report = run_of(tmp_path / "run", loss)
+    assert [finding.code for finding in report.findings] == ([] if number < 1 else ["GS303"])
+    assert number == 1 or report.verdict == "clean"
