@@ -9,6 +9,7 @@ over contributions are composed from those of its columns. So each solve is smal
 from __future__ import annotations
 
 from dataclasses import replace
+from math import isclose
 
 import numpy as np
 
@@ -104,6 +105,9 @@ def _summed(inputs: list[Buffer], factor: float, num_columns: int) -> Buffer:
     total = Buffer(np.zeros(num_columns))
     for each in inputs:
         total.add(each, factor)
+    first = inputs[0] if inputs else total
+    if all(np.array_equal(each.nominal, first.nominal) and isclose(each.clip, first.clip) for each in inputs):
+        total.clip = first.clip  # it was complete before
     return total
 
 
@@ -211,7 +215,7 @@ class _Machine:
         if not sharded:
             target.clear()
         target.add(result, 1.0)
-        target.clip = 1.0
+        target.clip = 1.0 if sharded else result.clip
         for earlier in partials if sharded and not partial else ():
             target.add(earlier, replicas_factor(event))
         self.position += 1

@@ -21,9 +21,9 @@ def train(config: TrainConfig, run_dir: str) -> TrainResult:
 
 
 def reduced_by_hand(run_dir: str, clip: str) -> None:
-    """Two ranks that sum their gradients by hand and clip "before" or "after" that, or "in the loop" over passes; or
-    "by hand" after it, where one gradient is "not reduced", or "halved" on one rank; "by squares" behind a buffer in
-    which they were averaged, or "only summed", or in which they "lie"."""
+    """Two ranks that sum their gradients by hand and clip "before" or "after" that (and average them again), or "in
+    the loop" over passes; or "by hand" after it, where one gradient is "not reduced", or "halved" on one rank; "by
+    squares" behind a buffer in which they were averaged, or "only summed", or in which they "lie"."""
     from gradcheck_dist.probes import attach
 
     dist.init_process_group("gloo")
@@ -43,8 +43,11 @@ def reduced_by_hand(run_dir: str, clip: str) -> None:
             average_in_a_buffer_and_clip(model, "only summed" in clip, "lie" in clip)
         for param in list(model.parameters())["not reduced" in clip :] if "by squares" not in clip else ():
             dist.all_reduce(param.grad)
-        if clip == "after":
+        if "after" in clip:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        for param in model.parameters() if "averaged again" in clip else ():
+            dist.all_reduce(param.grad)
+            param.grad.div_(2)  # type: ignore[union-attr]
         if "halved" in clip and dist.get_rank() == 1:
             next(model.parameters()).grad.mul_(0.5)  # type: ignore[union-attr]
         if "by hand" in clip:

@@ -73,7 +73,10 @@ def test_a_division_in_a_buffer_is_seen_before_a_clip_that_acts(clip: str, tmp_p
     assert (report.verdict, report.findings) == ("undetermined" if "only" in clip else "clean", [])
 
 
-@pytest.mark.parametrize(("clip", "codes"), [("before", ["GS605"]), ("in the loop", ["GS605"]), ("after", [])])
+@pytest.mark.parametrize(
+    ("clip", "codes"),
+    [("before", ["GS605"]), ("in the loop", ["GS605"]), ("after", []), ("after, and averaged again", [])],
+)
 def test_gradients_that_are_reduced_by_hand_are_clipped_afterwards(clip: str, codes: list[str], tmp_path: Path) -> None:
     report = judged(tmp_path / "run", "reduced_by_hand", str(tmp_path / "run"), clip)
     assert [finding.code for finding in report.findings] == codes

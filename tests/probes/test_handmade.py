@@ -82,6 +82,19 @@ def warm_up(model: nn.Module, step: int) -> None:
         grad.mul_((step + 1) / 10)
 
 
+def clip_and_normalise(model: nn.Module, step: int) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    for grad in gradients(model):
+        grad.div_(grad.norm())
+
+
+def mask(model: nn.Module, step: int) -> None:
+    """A mask that leaves the last gradient whole in all steps but one."""
+    for index, grad in enumerate(gradients(model)):
+        drop = torch.arange(grad.numel()) % 9 == (0 if index < 4 or step == 1 else 99)
+        grad.view(-1).mul_(~drop / 0.9)
+
+
 class RunningMean:
     def __init__(self) -> None:
         self.means: list[Tensor] = []
@@ -112,6 +125,8 @@ MEANT: dict[str, Doing] = {
     "a step that is left out": skip_a_step,
     "a schedule": warm_up,
     "a running mean": RunningMean(),
+    "a clip that a normalisation follows": clip_and_normalise,
+    "a mask that often leaves a small gradient whole": mask,
     "the largest elements of all": largest_only,
     "signs": signs,
 }
@@ -152,6 +167,11 @@ def by_tokens_again(model: nn.Module, step: int) -> None:
         grad.div_(num_tokens)
 
 
+def half_on_biases_beside_noise(model: nn.Module, step: int) -> None:
+    for grad in gradients(model):
+        grad.mul_(0.5) if grad.dim() < 2 else grad.add_(torch.randn_like(grad))
+
+
 def half_in_the_last_step(model: nn.Module, step: int) -> None:
     if step == STEPS - 1:
         for grad in gradients(model):
@@ -170,6 +190,7 @@ CONSTANTS: dict[str, tuple[Doing, list[int]]] = {
     "a number of many digits on the head": (scale_head(0.33714), [0, 1, 2]),
     "a half on the head behind a clip of all": (half_a_head_behind_a_clip, [0, 1, 2]),
     "divided by tokens twice": (by_tokens_again, [0, 1, 2]),
+    "a half on biases, where noise is added to the others": (half_on_biases_beside_noise, [0, 1, 2]),
     "a half in the last step": (half_in_the_last_step, [2]),
 }
 

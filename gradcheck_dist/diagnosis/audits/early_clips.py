@@ -25,10 +25,23 @@ def completed_by(facts: StepFacts, call: ClipCall) -> Event | None:
             continue
         if event.params is None or not clipped & set(facts.data.params_of(call.rank, event.params)):
             continue
-        if isinstance(event, Reduce) and event.num_ranks == 1:
+        if isinstance(event, Reduce) and (event.num_ranks == 1 or _was_complete(facts, call, event)):
             continue
         return event if isinstance(event, Backward | Reduce) else None
     return None
+
+
+def _was_complete(facts: StepFacts, call: ClipCall, reduction: Reduce) -> bool:
+    """Whether all ranks brought the same into a reduction of clipped gradients (averaged once more, to be sure)."""
+    clipped = {part.key for part in call.parts}
+    entries = [
+        entry
+        for held in facts.held
+        if held.rank == call.rank and held.param in clipped
+        for entry in held.replay.history(held.rank)
+        if entry.event is reduction
+    ]
+    return bool(entries) and all(entry.clip != 1 for entry in entries)
 
 
 def scaled_later(facts: StepFacts, call: ClipCall) -> float | None:
@@ -50,19 +63,24 @@ def scaled_apart(facts: StepFacts, call: ClipCall) -> dict[ParamKey, float]:
 
 
 def factors_behind(facts: StepFacts, call: ClipCall) -> dict[ParamKey, float]:
-    """By what lines of the trainer's own multiply each gradient of a clip behind it, as far as that is known and one
-    number; empty where they take out a loss scale."""
+    """By what lines of the trainer's own multiply each gradient of a clip behind it, as far as that is known, is one
+    number and makes its weights right (a normalisation does not); empty where they take out a loss scale."""
     behind = [event for event in facts.data.events[call.rank] if event.seq >= call.event.seq]
     if any(isinstance(event, AmpUnscale) or scale_of(event) is not None for event in behind):
         return {}
     clipped = {part.key for part in call.parts}
     found: dict[ParamKey, float] = {}
     for held in facts.held:
-        factors = _factors_behind(held, call.event) if held.rank == call.rank and held.param in clipped else []
+        is_one = held.rank == call.rank and held.param in clipped and _is_right(held)
+        factors = _factors_behind(held, call.event) if is_one else []
         middle = float(np.median(factors)) if factors else 0.0
         if factors and all(abs(factor - middle) <= SAME * abs(middle) for factor in factors):
             found[held.param] = middle
     return found
+
+
+def _is_right(held: Held) -> bool:
+    return bool(held.cells) and all(abs(cell.ratio - 1) <= max(SAME, cell.tolerance) for cell in held.cells)
 
 
 def _factors_behind(held: Held, clip: Event) -> list[float]:

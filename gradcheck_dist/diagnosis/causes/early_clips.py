@@ -26,7 +26,7 @@ def early_product(replay: Replay, column: int) -> float:
         arrived = arrived or (entry.buffer == "grad" and entry.nominal[column] != 0)
         if isinstance(event, Clip) and arrived:
             product *= event.coefficient
-        elif grows:
+        elif grows and entry.clip == 1:  # else all ranks brought the same, clipped alike
             early = product
     return early
 

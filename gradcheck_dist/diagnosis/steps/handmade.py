@@ -60,8 +60,12 @@ def note(verdict: StepVerdict, case: Case, finding: Finding, effect: Effect | No
 def _blurred(verdict: StepVerdict, case: Case, change: Change) -> bool:
     """Whether the same lines change other gradients by more than a factor, and what they are said to do to these is
     known so roughly that it may be no factor either: what is added to a gradient looks like one in a few samples."""
-    if case.pattern.tolerance <= BLURRED:
-        return False
+    return case.pattern.tolerance > BLURRED and _mixes(verdict, change)
+
+
+def _mixes(verdict: StepVerdict, change: Change) -> bool:
+    """Whether the same lines change other gradients of the step by more than a factor: a random mask leaves a few of
+    them whole, and multiplies these by a number that somebody wrote."""
     return any(change.words in held.changed_in for held in verdict.held if held.changed_in)
 
 
@@ -185,7 +189,8 @@ def _is_constant(members: list[tuple[StepVerdict, Change]], verdicts: Sequence[S
     if any(change.or_loss for _, change in members):
         series, lost = _series(members, verdicts)
         return lost <= len(series) // 2  # a loss's number may follow its tokens
-    if all(change.written for _, change in members) or _is_one_number(members):
+    alone = not any(_mixes(verdict, change) for verdict, change in members)
+    if (alone and all(change.written for _, change in members)) or _is_one_number(members):
         return True
     series, lost = _series(members, verdicts)
     several = {key: of_key for key, of_key in series.items() if len(of_key) > 1}
@@ -199,7 +204,7 @@ def _is_constant(members: list[tuple[StepVerdict, Change]], verdicts: Sequence[S
         if not series:
             return False
     if not several:
-        return all(change.firm for _, change in members)
+        return alone and all(change.firm for _, change in members)
     lasting = {key for key, of_key in several.items() if _lasts(of_key)}
     if len(lasting) == len(several):
         # Known roughly, clips of gradients that hardly change look lasting too: but as many values as parameters.
@@ -236,12 +241,15 @@ def _follows_counts(members: list[tuple[StepVerdict, Change]]) -> bool:
 def _series(
     members: list[tuple[StepVerdict, Change]], verdicts: Sequence[StepVerdict]
 ) -> tuple[dict[Key, dict[int, Measured]], int]:
-    """The factors of each weight by step, 1 where it came out right; and how many are no factor in another step."""
+    """The factors of each weight by step, 1 where it came out right; and how many are no factor in another step, unless
+    they are the same in several, and it is not said that these lines made them none."""
     series: dict[Key, dict[int, Measured]] = defaultdict(dict)
     for verdict, change in members:
         for key, factor in change.factors.items():
             series[key][verdict.context.step] = factor
     lost: set[Key] = set()
+    here: set[Key] = set()
+    words = {change.words for _, change in members}
     of_step = {verdict.context.step: change for verdict, change in members}
     for verdict in verdicts:
         step = verdict.context.step
@@ -252,9 +260,10 @@ def _series(
                 continue
             if NO_COMBINATION in held.reason:
                 lost.add(key)
+                here |= {key} if any(one in held.changed_in for one in words) else set()
             elif held.cells and not (step in of_step and len(of_step[step].factors) >= MAX_KEPT):
                 of_key[step] = (1.0, held.cells[0].tolerance)
-    lost -= {key for key in lost if len(series[key]) > 1 and _lasts(series[key])}
+    lost -= {key for key in lost - here if len(series[key]) > 1 and _lasts(series[key])}
     return {key: of_key for key, of_key in series.items() if any(f != 1 for f, _ in of_key.values())}, len(lost)
 
 
