@@ -211,6 +211,8 @@ class RankFile:
         steps: set[int] = set()
         tables = []
         for record in records:
+            if self._checks.joined:
+                break
             step = getattr(record, "step", None)
             if step is None:
                 if type(record) is StepColumns:

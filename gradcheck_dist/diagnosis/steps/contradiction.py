@@ -36,6 +36,7 @@ def left_open(judge: Judge[P]) -> Judge[P]:
             AttributeError,
             LookupError,
             MemoryError,
+            StopIteration,
             TypeError,
             ValueError,
         ) as error:
