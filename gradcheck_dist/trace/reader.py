@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,6 +34,7 @@ _DECODER = msgspec.msgpack.Decoder(list[AnyRecord])
 decode_records = _DECODER.decode
 """The records in a frame's payload."""
 _RAW_DECODER = msgspec.msgpack.Decoder()
+_TRACE_NAME = re.compile(r"rank-(\d{5,})(?:\.(\d+))?\.trace")
 UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError)
 """What a decoder raises on bytes that are no records though their checksum holds."""
 
@@ -252,7 +254,8 @@ def read_header(path: Place, payload: memoryview) -> Header:
     """The header in the first frame of a trace.
 
     Raises:
-        GradcheckError: E502 another schema version, E503 the header cannot be decoded.
+        GradcheckError: E502 another schema version, E503 the header cannot be decoded, or is another rank's than the
+            file's name says.
     """
     try:
         first = _RAW_DECODER.decode(payload)
@@ -273,7 +276,20 @@ def read_header(path: Place, payload: memoryview) -> Header:
     problem = header_problem(found)
     if problem:
         raise no_header(path, Damage(len(MAGIC), len(payload), problem))
+    named = rank_and_restart(path.name)
+    if named and named[0] != found.rank:
+        raise GradcheckError(
+            f"{path} is what rank {found.rank} recorded, under another rank's name. Copy each rank's file again, "
+            "without renaming it.",
+            code="E503",
+        )
     return found
+
+
+def rank_and_restart(name: str) -> tuple[int, int] | None:
+    """Whose trace a file of this name is, as writer.trace_path gives it; None for any other name."""
+    match = _TRACE_NAME.fullmatch(name)
+    return (int(match[1]), int(match[2] or 0)) if match else None
 
 
 class _EventsTail(TraceTail):

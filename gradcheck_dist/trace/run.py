@@ -15,7 +15,7 @@ from gradcheck_dist.axes import AXIS_NAMES, Axes
 from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.events import SCHEMA_VERSION
 from gradcheck_dist.trace.frames import MAGIC, iter_frames
-from gradcheck_dist.trace.reader import RankTrace, read_header, read_trace
+from gradcheck_dist.trace.reader import RankTrace, rank_and_restart, read_header, read_trace
 from gradcheck_dist.trace.store import Place, Where, forbidden, place_of, refuse_url
 from gradcheck_dist.wording import numbered, plural
 
@@ -24,7 +24,6 @@ SomePlace = TypeVar("SomePlace", bound=Place)
 MANIFEST = "manifest.json"
 HEADER_BYTES = 1 << 16
 MAX_RANKS = 1 << 20
-_TRACE_NAME = re.compile(r"rank-(\d{5,})(?:\.(\d+))?\.trace")
 _UNRECORDED_NAME = re.compile(r"unrecorded-(\d{5,})-\d+\.json")
 _RESTART_NAME = re.compile(r"restart-(\d{1,9})\.json")
 
@@ -126,9 +125,9 @@ def trace_files(run_dir: SomePlace) -> dict[int, SomePlace]:
     out: what they recorded belongs to no step of the others."""
     found: dict[int, tuple[int, SomePlace]] = {}
     for entry in run_dir.iterdir() if run_dir.is_dir() else ():
-        match = _TRACE_NAME.fullmatch(entry.name)
-        if match and entry.is_file():  # a device or a pipe of that name could be read for ever
-            rank, restart = int(match[1]), int(match[2] or 0)
+        named = rank_and_restart(entry.name)
+        if named and entry.is_file():  # a device or a pipe of that name could be read for ever
+            rank, restart = named
             if rank not in found or restart > found[rank][0]:
                 found[rank] = (restart, cast(SomePlace, entry))
     size = _restarted_world_size(run_dir) if any(restart for restart, _ in found.values()) else None
@@ -149,8 +148,8 @@ def next_restart(run_dir: Path, rank: int, agent_pid: int | None) -> int | None:
         return None
     if header is None or header.agent_pid != agent_pid:
         return None
-    match = _TRACE_NAME.fullmatch(last.name)
-    return int(match[2] or 0) + 1 if match else None
+    named = rank_and_restart(last.name)
+    return named[1] + 1 if named else None
 
 
 def note_restart(run_dir: Path, restart: int, world_size: int) -> None:
@@ -186,7 +185,7 @@ def unrecorded(run_dir: Place) -> list[str]:
 def before_restart(run_dir: Place) -> list[str]:
     """What was recorded before the run began anew and is not read with it, in words."""
     last = {file.name for file in trace_files(run_dir).values()}
-    earlier = sorted(entry.name for entry in run_dir.iterdir() if _TRACE_NAME.fullmatch(entry.name)) if last else []
+    earlier = sorted(entry.name for entry in run_dir.iterdir() if rank_and_restart(entry.name)) if last else []
     earlier = [name for name in earlier if name not in last]
     if not earlier:
         return []

@@ -67,6 +67,14 @@ def test_a_header_that_cannot_be_leaves_its_rank_out(tmp_path: Path, change: dic
     assert list(read_run(folder).ranks) == [1]
 
 
+def test_a_file_under_another_ranks_name_is_left_out(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=2)
+    trace_path(folder, 1).write_bytes(trace_path(folder, 0).read_bytes())
+    report = diagnose_run(folder)
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert any("rank-00001.trace is what rank 0 recorded" in problem for problem in report.coverage.problems)
+
+
 def test_a_file_that_holds_two_traces_is_read_up_to_the_second(tmp_path: Path) -> None:
     """As of `cat a a`: records that come twice would be gradients and reductions that came twice."""
     once, twice = write_run(tmp_path / "once", steps=2), write_run(tmp_path / "twice", steps=2)
