@@ -213,8 +213,8 @@ def _judged(
     verdict.weights = weights(step, verdict.held, verdict.units, recorded, None if relative else expected)
     found = frozenset(finding.code for finding in verdict.findings)
     on_the_way = weighed.on_the_way
-    facts = StepFacts(verdict.context, data, recorded, norms, verdict.held, found, on_the_way, bool(made_up))
-    facts = replace(facts, as_measured=weighed.as_measured, by_norm=by_norm, scaled=scaled)
+    facts = StepFacts(verdict.context, data, recorded, norms, verdict.held, found, on_the_way, bool(verdict.changes))
+    facts = replace(facts, made_up=bool(made_up), as_measured=weighed.as_measured, by_norm=by_norm, scaled=scaled)
     backwards = list(own_backwards(data.events))
     if backwards := [*backwards, *unlike_shards(data.events, backwards)]:
         with_them = judge.assuming(replace(assumed, given=True))

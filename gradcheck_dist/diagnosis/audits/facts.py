@@ -34,6 +34,8 @@ class StepFacts:
     held: list[Held]
     found: frozenset[str]
     on_the_way: Transits
+    waiting: bool = False
+    """Whether lines changed gradients by numbers that other steps have to tell from constants."""
     made_up: bool = False
     """Whether weights were off at the loss that an exchange of activations may make up for."""
     as_measured: bool = False
@@ -55,7 +57,8 @@ class StepFacts:
     @property
     def weights_right(self) -> bool:
         """Whether every weight that could be told is as it should be."""
-        return not self.found and not self.made_up and any(held.cells for held in self.held)
+        is_off = self.found or self.waiting or self.made_up
+        return not is_off and any(held.cells for held in self.held)
 
     @property
     def wholly_right(self) -> bool:
