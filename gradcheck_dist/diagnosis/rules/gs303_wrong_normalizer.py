@@ -86,7 +86,8 @@ DIVIDED = (
 )
 COUNTED = (
     "Divide by the tokens that enter the loss, and look what was counted as {counted}: padding, labels before a shift, "
-    "first and last tokens that one of the two leaves out, or a batch that was skipped."
+    "first and last tokens that one of the two leaves out, or a batch that was skipped. One fixed length for each "
+    "sequence, where that is meant, is told by gradcheck_dist.mark_loss(loss_sum / length, num_sequences)."
 )
 FEWER = (
     "Divide by the tokens that enter the loss, and look what was counted as {counted}: sequences, rows, or a part of "

@@ -66,7 +66,7 @@ def _by_place(verdicts: Sequence[StepVerdict]) -> list[list[_Seen]]:
             if finding.first_event is not None:
                 here[cause(finding)[1], *finding.ranks].append(finding)
         for place, found in here.items():
-            pattern = verdict.shapes.get(cause(found[0]))
+            pattern = verdict.shape_of(found[0])
             if len(found) == 1 and pattern is not None and found[0].factor.observed:
                 places[place].append(_Seen(verdict, found[0], pattern))
     return list(places.values())
@@ -90,7 +90,7 @@ def _keep_whole(verdicts: Sequence[StepVerdict]) -> None:
     if not any(len(found) > 1 for _, found in accused):
         return
     for verdict, found in accused:
-        pattern = verdict.shapes.get(cause(found[0])) if len(found) == 1 else None
+        pattern = verdict.shape_of(found[0]) if len(found) == 1 else None
         whole = found[0].num_parameters == len(verdict.units) and pattern is not None and not pattern.place
         others = [(other, errors) for other, errors in accused if other is not verdict]
         if pattern is None or not whole or pattern.kind == "uniform":
@@ -105,7 +105,7 @@ def _keep_by_pass(verdicts: Sequence[StepVerdict]) -> None:
     pass is off by what the one of its number is off there: a window that ends early shows one number of several."""
     accused = [(verdict, verdict.errors) for verdict in verdicts if verdict.errors]
     for verdict, found in accused:
-        pattern = verdict.shapes.get(cause(found[0])) if len(found) == 1 else None
+        pattern = verdict.shape_of(found[0]) if len(found) == 1 else None
         if pattern is None or pattern.kind == "uniform" or found[0].num_parameters < len(verdict.units):
             continue
         law = _by_pass(verdict)

@@ -158,6 +158,10 @@ class StepVerdict:
     grad_norm: float | None = None
     references: frozenset[ParamKey] = frozenset()
 
+    def shape_of(self, finding: Finding) -> Pattern | None:
+        """The shape of the weights that a finding concerns; None where it rests on none."""
+        return self.shapes.get(cause(finding))
+
     @property
     def errors(self) -> list[Finding]:
         """The findings that accuse."""

@@ -74,7 +74,7 @@ def _leave_open(verdict: StepVerdict, finding: Finding, words: str) -> None:
 
 
 def _may_be_undone(verdict: StepVerdict, finding: Finding, factors: Sequence[float]) -> bool:
-    event, off, shape = finding.first_event, finding.factor.observed, verdict.shapes.get(cause(finding))
+    event, off, shape = finding.first_event, finding.factor.observed, verdict.shape_of(finding)
     if event is None or event.kind != "loss" or event.unrecorded or off is None or off <= 1:
         return False
     if shape is None or shape.kind != "uniform":
