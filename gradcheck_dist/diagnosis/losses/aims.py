@@ -28,7 +28,7 @@ from gradcheck_dist.diagnosis.losses.returned import arrived, looked_at
 from gradcheck_dist.diagnosis.losses.samples import UNDIVIDED, by_samples
 from gradcheck_dist.diagnosis.losses.several_means import main_term
 from gradcheck_dist.diagnosis.losses.shares import Shares, shares_of_mean
-from gradcheck_dist.diagnosis.losses.weighted_tokens import all_weighted
+from gradcheck_dist.diagnosis.losses.weighted_tokens import all_beside_weights, all_weighted, turned
 from gradcheck_dist.diagnosis.losses.written import Written, as_written
 from gradcheck_dist.diagnosis.weights.cells import MAX_SPREAD, SIGMAS, Held, judge
 from gradcheck_dist.events import EXCHANGES_PROBE, SCALED, Exchange, GradWrite
@@ -135,7 +135,10 @@ def _aim(
 def _of_losses(
     objective: str, data: StepData, contributions: Contributions, measured: list[Held], written: int | None
 ) -> Aim:
-    unusable = [c for c in contributions.by_key.values() if c.num_tokens is None or c.spread > MAX_SPREAD]
+    larger = turned(contributions)
+    unusable = [
+        c for c in contributions.by_key.values() if c.num_tokens is None or c.spread > MAX_SPREAD or c.key in larger
+    ]
     groups = independent(data, contributions)
     computed = any(c.gradient is not None and c.gradient.computed for c in contributions.by_key.values())
     if computed and (by_what_is_reduced := _by_elements(objective, data, contributions, measured)) is not None:
@@ -156,6 +159,10 @@ def _of_losses(
         return _uncounted(objective, data, contributions, measured)
     if groups_of_parts := parts_of_one_loss(data, contributions):
         return _in_parts(objective, counted, groups_of_parts, measured)
+    if not computed and all_beside_weights(contributions) and _wrong(counted, measured):
+        beside = _by_elements(objective, data, contributions, measured)
+        if beside is not None:
+            return beside
     weighted = by_class_weights(contributions)
     if (weighted is None and not computed) or not _wrong(counted, measured):
         return counted

@@ -275,9 +275,15 @@ def _sum_of_weights(one: Contribution) -> Fraction | None:
     return Fraction(total).limit_denominator(10**9) if total > 0 else None
 
 
+def _weighted_sequences(one: Contribution) -> int | None:
+    """What is reduced, where that is sums of tokens; of functions of the data, whatever multiplies these is a part."""
+    return one.gradient.num_reduced if one.gradient is not None and not one.gradient.computed else None
+
+
 OF_WEIGHTED: dict[str, Callable[[Contribution], int | Fraction | None]] = {
     "tokens that masks keep, beside weights of their own": lambda one: one.gradient.num_kept if one.gradient else None,
     "tokens, beside weights of their own": lambda one: one.num_tokens,
+    "sequences, beside weights of their own": _weighted_sequences,
     "labels, beside weights of their own": lambda one: one.loss.num_tokens if one.loss is not None else None,
     WEIGHTS: _sum_of_weights,
 }

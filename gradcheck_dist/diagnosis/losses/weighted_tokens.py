@@ -7,12 +7,13 @@ weighted by the same line: its weight is one of the program's numbers, and no no
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from math import inf, isinf
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from gradcheck_dist.diagnosis.weights.cells import MAX_SPREAD
-from gradcheck_dist.ledger.contributions import Contributions
+from gradcheck_dist.ledger.contributions import Contribution, ContributionKey, Contributions
 
 if TYPE_CHECKING:
     from gradcheck_dist.diagnosis.finding import Finding
@@ -20,16 +21,25 @@ if TYPE_CHECKING:
 
 Place = tuple[str, int, int]
 """File and line of a loss, and how many losses its pass adds up: further ones may be of another coefficient."""
+_APART = (
+    "the loss at {line} gives tokens of one contribution different weights in step {step}: what its weights should "
+    "come to where they happen to be equal is not known. gradcheck_dist.mark_loss(loss_sum, num_tokens, term=..., "
+    "coefficient=...) on each loss tells"
+)
+_TURNS = (
+    "the loss at {line} is multiplied by a number below zero in step {step}: a function of the data (an advantage, a "
+    "reward), or something is unlearnt, and what its weights should come to is not known. "
+    "gradcheck_dist.mark_loss(loss_sum, num_tokens) on the product tells"
+)
 MEAN_RULES = frozenset({"GS301", "GS302", "GS303", "GS305"})
 
 
 def spreads_of_losses(contributions: Contributions) -> dict[Place, float]:
-    """How far apart, relative, each place puts the weights of the tokens of one contribution at most."""
+    """How far apart, relative, each place puts the weights of the tokens of one contribution at most; infinite where it
+    makes some losses larger."""
     spreads: dict[Place, float] = {}
-    for one in contributions.by_key.values():
-        if one.loss is not None and one.loss.site is not None:
-            place = (one.loss.site.file, one.loss.site.line, one.num_losses)
-            spreads[place] = max(spreads.get(place, 0.0), one.spread)
+    for place, one in _places(contributions):
+        spreads[place] = max(spreads.get(place, 0.0), one.spread if (one.weight or 0.0) >= 0 else inf)
     return spreads
 
 
@@ -37,6 +47,26 @@ def all_weighted(contributions: Contributions) -> bool:
     """Whether each place of a loss gives the tokens of some contribution different weights."""
     spreads = spreads_of_losses(contributions)
     return bool(spreads) and min(spreads.values()) > MAX_SPREAD
+
+
+def all_beside_weights(contributions: Contributions) -> bool:
+    """Whether the program multiplies the tokens of each contribution by weights of their own, also where these are one
+    number: the advantage of a batch of one."""
+    gradients = [one.gradient for one in contributions.by_key.values()]
+    return bool(gradients) and all(one is not None and one.beside_weights for one in gradients)
+
+
+def turned(contributions: Contributions) -> frozenset[ContributionKey]:
+    """The contributions of places that make the losses of some passes larger: by advantages below zero, or what is to
+    be unlearnt. No normaliser turns a sign, so these losses have weights of their own."""
+    places = {place for place, one in _places(contributions) if (one.weight or 0.0) < 0}
+    return frozenset(one.key for place, one in _places(contributions) if place in places)
+
+
+def _places(contributions: Contributions) -> Iterator[tuple[Place, Contribution]]:
+    for one in contributions.by_key.values():
+        if one.loss is not None and one.loss.site is not None:
+            yield (one.loss.site.file, one.loss.site.line, one.num_losses), one
 
 
 def adds_up_apart(spreads: Mapping[Place, float]) -> bool:
@@ -47,22 +77,22 @@ def adds_up_apart(spreads: Mapping[Place, float]) -> bool:
 def leave_weighted_open(verdicts: Sequence[StepVerdict]) -> None:
     """Accuse no loss, nor what follows all losses, of a factor in steps whose tokens weigh alike by chance."""
     steps: dict[Place, int] = {}
+    turning: set[Place] = set()
     for verdict in verdicts:
         for place, spread in verdict.spreads.items():
             if spread > MAX_SPREAD:
                 steps.setdefault(place, verdict.context.step)
+            if isinf(spread) and place not in turning:
+                turning.add(place)
+                steps[place] = verdict.context.step
     for verdict in verdicts:
         places = steps.keys() & verdict.spreads.keys()
         context = verdict.context
         if not places or context.relative or context.of_samples or context.of_weighted:
             continue
         place = min(places)
-        drop_of_constants(
-            verdict,
-            f"the loss at {PurePath(place[0]).name}:{place[1]} gives tokens of one contribution different weights in "
-            f"step {steps[place]}: what its weights should come to where they happen to be equal is not known. "
-            "gradcheck_dist.mark_loss(loss_sum, num_tokens, term=..., coefficient=...) on each loss tells",
-        )
+        line, step, turns = f"{PurePath(place[0]).name}:{place[1]}", steps[place], place in turning
+        drop_of_constants(verdict, (_TURNS if turns else _APART).format(line=line, step=step))
 
 
 def drop_of_constants(verdict: StepVerdict, reason: str, spare: str = "") -> None:

@@ -111,11 +111,12 @@ def watch(recorder: Recorder, current: BackwardPass, root: Root, passes: Passes)
 
 
 def watch_weighted(recorder: Recorder, current: BackwardPass, root: Root) -> None:
-    """Note what multiplies all elements of the one mean or sum that a root is, where tensors weigh these apart."""
+    """Note what multiplies all elements of the one mean or sum that a root is, where tensors weigh these apart, or the
+    tokens that they are sums of (by the advantages of sequences, and their lengths)."""
     top, above, parts = summands(root.grad_fn, root.output_nr)
     found = reduced_at(top) if len(parts) == 1 else None
-    if found is not None and found.weighs_alone:
-        term = ReducedTerm(op_of(found.body), num_factors(above))
+    if found is not None and (found.weighs_alone or found.weighs_sums):
+        term = ReducedTerm(op_of(found.body), num_factors(above), num_sums=found.num if found.weighs_sums else None)
         current.reduced.append(term)
         _hook(recorder, current, found.node, functools.partial(_arrived, term, found))
 
@@ -163,7 +164,7 @@ def _arrived(term: ReducedTerm, found: Reduced, grads: tuple[Tensor | None, ...]
         term.beneath = (weight / found.num if found.is_mean else weight).reshape(())
         term.reduced_by = "mean" if found.is_mean else "sum"
         term.num_kept = num_kept(found)
-    elif found.masks_sums:
+    elif found.masks_sums or term.num_sums is not None:
         term.beneath = (weight / found.num if found.is_mean else weight).reshape(())
         term.reduced_by = "mean" if found.is_mean else "sum"
         term.num_kept, term.of_sums = num_unmasked(found), True

@@ -82,6 +82,11 @@ class Reduced:
         return self.is_weighted and not (self.adds_up or self.numbers)
 
     @property
+    def weighs_sums(self) -> bool:
+        """Whether tensors alone multiply elements that are sums themselves, or what these go over."""
+        return self.is_weighted and self.adds_up and not self.numbers
+
+    @property
     def masks_sums(self) -> bool:
         """Whether elements are sums themselves (a divergence's over some classes), of which masks may keep some."""
         return bool(self.weights) and self.adds_up and not self.numbers
@@ -251,9 +256,11 @@ def _descend(found: Reduced, edge: Edge) -> bool:
             return edge[1] == 0
         if name in FACTORS:
             other = other_operand(node)
-            if name != "NegBackward" and (other is None or other.numel() == 1):
+            # What has dimensions stands for the data, also in a batch of one: its advantage.
+            is_tensor = other is not None and (other.numel() > 1 or other.dim() > 0)
+            if name != "NegBackward" and not is_tensor:
                 found.numbers.append(node)
-            if other is not None and other.numel() > 1:
+            if other is not None and is_tensor:
                 found.is_weighted = True
                 found.weights += [other] if prod(shape) == found.num else []
         elif name in ("MeanBackward", *_SUMS) or name.startswith(_PICKS):

@@ -36,7 +36,8 @@ class ReducedTerm:
     """One mean or sum over elements, times `num_factors` numbers, of which some divide by whole ones (an int and a
     list, or a Later of them). `arrived` is its gradient, `mean_weight` the same where it is a mean of errors, distances
     or margins, `elements` what it goes over: fields of a ReducedGradient. `beneath`: what multiplies each beside a
-    weight of its own, `num_kept` how many masks keep; `of_sums`: of elements that are sums themselves."""
+    weight of its own, `num_kept` how many masks keep; `of_sums`: of elements that are sums themselves, `num_sums` of
+    them where they are sums of tokens."""
 
     op: str
     num_factors: Any
@@ -48,6 +49,7 @@ class ReducedTerm:
     reduced_by: str | None = None
     num_kept: int | Tensor | None = None
     of_sums: bool = False
+    num_sums: int | None = None
 
     @property
     def told_of_weighted(self) -> dict[str, Any]:
@@ -56,7 +58,8 @@ class ReducedTerm:
             return {}
         weight = number(self.beneath.detach().double())
         told = {"num_factors": self.num_factors, "reduced_by": self.reduced_by, "beside_weights": weight}
-        return told | ({"num_kept": self.num_kept} if self.num_kept is not None else {})
+        told |= {"num_kept": self.num_kept} if self.num_kept is not None else {}
+        return told | ({"num_reduced": self.num_sums} if self.num_sums is not None else {})
 
     @property
     def told(self) -> dict[str, Any]:
@@ -223,7 +226,8 @@ class BackwardPass:
         if len(self.reduced) != 1:
             return {}
         only = self.reduced[0]
-        weighted = only.told_of_weighted if self.computed or not only.of_sums else {}
+        is_told = self.computed or not only.of_sums or only.num_sums is not None
+        weighted = only.told_of_weighted if is_told else {}
         return weighted | (only.told if self.computed else {})
 
     def not_reduced(self) -> list[ParamInfo]:
