@@ -15,6 +15,7 @@ from gradcheck_dist.diagnosis.norms.assumed import confirm
 from gradcheck_dist.diagnosis.report.conclusion import report_of
 from gradcheck_dist.diagnosis.steps.alternatives import skipped_apart, training_apart, until_apart, without_warm_up
 from gradcheck_dist.diagnosis.steps.changed_in import NO_COMBINATION
+from gradcheck_dist.diagnosis.steps.computed_behind import leave_computed_open
 from gradcheck_dist.diagnosis.steps.drift import leave_drift
 from gradcheck_dist.diagnosis.steps.earlier_gradients import tell_earlier_gradients
 from gradcheck_dist.diagnosis.steps.hand_clip import settle
@@ -114,6 +115,7 @@ def conclude(
     leave_coefficients_open(verdicts)
     leave_terms_open(verdicts)
     leave_schedules_open(verdicts)
+    leave_computed_open(verdicts)
     leave_statistics_open(verdicts)
     leave_empty_open(verdicts)
     tell_other_counts(verdicts)

@@ -13,7 +13,7 @@ from simulator import Trainer, World
 
 from gradcheck_dist.diagnosis.engine import diagnose
 from gradcheck_dist.diagnosis.finding import Report
-from gradcheck_dist.events import ParamSet, Reduce
+from gradcheck_dist.events import Exchange, ParamSet, Reduce
 
 TRAINER = Trainer(root=global_mean(), op="sum", data_ranks=2)
 EXPERT = "layers.0.weight"
@@ -164,6 +164,38 @@ def test_experts_of_one_seed_are_told_by_their_modules(told: bool, began: tuple[
     assert codes(report) == (["GS103"] if verdict == "findings" else [])
     assert report.verdict == verdict
     assert any("allreduce = False" in reason for reason in report.reasons) is (verdict == "undetermined")
+
+
+@pytest.mark.parametrize(
+    ("behind", "followed", "verdict"),
+    [
+        (1, True, "findings"),  # what comes back through the exchanges was looked at: nothing divides it
+        (1, False, "undetermined"),  # nobody saw what comes back
+        (0, False, "findings"),  # nothing is exchanged behind its module
+    ],
+)
+def test_experts_of_their_own_that_nobody_divides_are_found_where_what_comes_back_was_seen(
+    behind: int, followed: bool, verdict: str
+) -> None:
+    """Other ranks' tokens come to an expert by all-to-all, and count as its own rank's; DDP averages all the rest."""
+    world = World(replace(TRAINER, op="avg", root=global_mean(2), not_reduced=frozenset({EXPERT})))
+    run = world.run()
+    values = np.tile(draw(1, 4), 4)  # what goes in comes out, and so does the gradient
+    exchange = Exchange(
+        seq=0, t_ns=0, step=0, accumulation_step=0, microbatch=0, function="Dispatch", group=(0, 1), index=0,
+        input_counts=(2, 2), output_counts=(2, 2), values=values.tobytes(), collectives=("all_to_all_single",),
+    )  # fmt: skip
+    for rank, trace in run.ranks.items():
+        ids = world.ranks[rank].ids
+        trace.params[ids[EXPERT]] = msgspec.structs.replace(trace.params[ids[EXPERT]], fingerprint=7 + rank)
+        places = {"embed.weight": 0, EXPERT: 1, "norm.weight": 1 + behind}
+        trace.exchanges.update({ids[name]: (place, (0, 1)) for name, place in places.items()})
+        if followed:
+            trace.events.insert(0, exchange)
+    report = diagnose(run)
+    assert report.verdict == verdict and not any("began alike" in reason for reason in report.reasons)
+    assert [finding.factor.observed for finding in report.findings] == pytest.approx([2.0] * (verdict == "findings"))
+    assert any("which may divide it" in reason for reason in report.reasons) is (verdict == "undetermined")
 
 
 @pytest.mark.parametrize(("partitioned", "codes_found"), [(True, ["GS105"]), (None, [])])

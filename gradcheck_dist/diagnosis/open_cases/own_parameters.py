@@ -12,6 +12,8 @@ from gradcheck_dist.ledger.summed_losses import summed_losses
 from gradcheck_dist.ledger.tracks import StepData, Track
 
 ONE_SEED = "experts that were drawn from one seed"
+UNSEEN = "functions whose backward was not followed"
+NONE: tuple[int, tuple[int, ...]] = (0, ())
 EXACT = 1e-5
 """Relative: how near a ratio of token counts must be."""
 
@@ -26,12 +28,32 @@ def experts(case: Case, data: StepData) -> str | None:
             f"are experts (allreduce = False): {ONE_SEED} need no reduction, copies of one expert do. Draw experts "
             "from a seed of their own on each rank, which they need to become different, and this is told"
         )
+    if all(plain_name(held.param[1]) != held.param[1] for held in case.held):
+        return _behind_unseen(case, data, shown)  # values told that they are no copies
     if not _may_be_experts(case, data):
         return None
     return (
         f"the gradients of {shown} are not reduced and began alike on all ranks, and ranks exchange activations before "
         f"and after their modules are called: {ONE_SEED} need no reduction, copies do. Draw "
         "experts from a seed of their own on each rank, which they need to become different, and this is told"
+    )
+
+
+def _behind_unseen(case: Case, data: StepData, shown: str) -> str | None:
+    """Why each rank's own parameters accuse nobody: activations are exchanged behind their modules, and nobody saw what
+    comes back (a collective that one function begins and another one waits for). It may be divided on its way."""
+    if not case.culprit.absent or case.everywhere:
+        return None
+    for held in case.held:
+        for rank, track in data.tracks.get(held.param, {}).items():
+            last = max((of_rank[rank].exchanges or NONE)[0] for of_rank in data.tracks.values() if rank in of_rank)
+            seen = any(isinstance(event, Exchange) for event in data.events[rank])
+            if seen or last <= (track.exchanges or NONE)[0]:
+                return None
+    return (
+        f"{shown} are of some ranks alone, and what their gradients are made of is {_times(case)} of its part of the "
+        f"mean over all ranks, by which the other parameters go; but ranks exchange activations behind their modules "
+        f"by {UNSEEN}, which may divide it"
     )
 
 
@@ -57,7 +79,7 @@ def _may_be_experts(case: Case, data: StepData) -> bool:
     others: set[int] = set()
     for key, of_rank in data.tracks.items():
         for track in of_rank.values():
-            count, ranks = track.exchanges or (0, ())
+            count, ranks = track.exchanges or NONE
             (mine if key in own else others).add(count)
             if key in own and (not count or not of_rank.keys() <= set(ranks)):
                 return False
@@ -120,7 +142,7 @@ def _may_be_own_mean(case: Case, data: StepData) -> bool:
 
 def _of_own(data: StepData, track: Track, holders: Collection[int]) -> bool:
     """Whether no activations come from ranks that do not hold a parameter, or go to them."""
-    count, ranks = track.exchanges or (0, ())
+    count, ranks = track.exchanges or NONE
     if count and not set(ranks) <= set(holders):
         return False
     return not any(

@@ -11,7 +11,7 @@ from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.diagnosis.losses.elements import DECLARE
 from gradcheck_dist.diagnosis.losses.marked import ASIDE, ON_THE_WAY
 from gradcheck_dist.diagnosis.losses.terms_apart import NO_COUNT_TELLS
-from gradcheck_dist.diagnosis.open_cases.own_parameters import ONE_SEED
+from gradcheck_dist.diagnosis.open_cases.own_parameters import ONE_SEED, UNSEEN
 from gradcheck_dist.diagnosis.open_cases.parted_heads import PARTED
 from gradcheck_dist.diagnosis.open_cases.stepped_again import AGAIN
 from gradcheck_dist.diagnosis.steps.changed_in import LINES
@@ -113,6 +113,8 @@ SAYS = {
     ONE_SEED: "Draw experts from a seed of their own on each expert-parallel rank, and record again.",
     OF_THE_DATA: "Nothing to do where the loss is meant to be scaled so; recorded once with a division by the tokens "
     "of the step in its place, all the rest is judged.",
+    UNSEEN: "Compare these parameters' gradients with those of one process on all ranks' batches; where they are too "
+    "large, divide them by the number of ranks.",
     PARTS: "Add up sums over the parts' tokens, and divide once, by the tokens of all; where parts are to weigh alike, "
     "`--objective sequence-mean` declares that.",
     UNCOUNTED: "Where the loss is computed in chunks, record once with a loss that goes backward through the whole "
