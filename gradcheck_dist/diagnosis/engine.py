@@ -35,6 +35,7 @@ from gradcheck_dist.diagnosis.steps.own_divisors import leave_statistics_open
 from gradcheck_dist.diagnosis.steps.pass_counts import lay_to_passes
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
 from gradcheck_dist.diagnosis.steps.thrown_away import leave_thrown_away_open
+from gradcheck_dist.diagnosis.steps.turns import tell_turns
 from gradcheck_dist.diagnosis.steps.undone_behind import leave_assumed_open
 from gradcheck_dist.diagnosis.steps.unfollowed import without_keepers
 from gradcheck_dist.diagnosis.steps.unrecorded import passes_of, tell_unlike, tell_unusual
@@ -131,7 +132,7 @@ def conclude(
     report = report_of(run, verdicts, objective, objective_from, skipped, blind)
     report.run.skipped_steps = list(skipped)
     report.coverage.notes += [verdict.verified for verdict in verdicts if verdict.verified]
-    unlike = tell_unlike(passes)
+    unlike = [*tell_unlike(passes), *tell_turns(verdicts)]
     report.coverage.notes += unlike
     if unlike and report.verdict == "clean":
         report.next_step = f"Nothing to mend in these steps. But record another one as well: {unlike[0]}."

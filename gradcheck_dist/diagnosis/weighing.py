@@ -38,6 +38,7 @@ from gradcheck_dist.diagnosis.steps.other_steps import conduct_of, writes_of
 from gradcheck_dist.diagnosis.steps.own_divisors import own_divisors
 from gradcheck_dist.diagnosis.steps.reads import reads_of
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
+from gradcheck_dist.diagnosis.steps.turns import turn_of
 from gradcheck_dist.diagnosis.steps.unfollowed import from_before, moving
 from gradcheck_dist.diagnosis.steps.units import unit_of
 from gradcheck_dist.diagnosis.steps.waiting import unread_in
@@ -271,5 +272,6 @@ def weigh(
     verdict.shares_updates = share_updates(verdict.data)
     verdict.writes = writes_of(data)
     verdict.conduct = conduct_of(data, verdict.held, target.contributions)
+    verdict.turn = turn_of(data)
     verdict.own_divisors = own_divisors(target.contributions, data)
     return Weighed(measured, means, on_the_way, is_freed)

@@ -15,6 +15,7 @@ from gradcheck_dist.diagnosis.open_cases.own_parameters import ONE_SEED, UNSEEN
 from gradcheck_dist.diagnosis.open_cases.parted_heads import PARTED
 from gradcheck_dist.diagnosis.open_cases.stepped_again import AGAIN
 from gradcheck_dist.diagnosis.steps.changed_in import LINES
+from gradcheck_dist.diagnosis.steps.computed_behind import NOT_THEIRS
 from gradcheck_dist.diagnosis.steps.hand_clip import AS_EVER
 from gradcheck_dist.diagnosis.steps.lone import ALONE
 from gradcheck_dist.diagnosis.steps.never_read import ELSEWHERE, NEVER_READ
@@ -115,6 +116,8 @@ SAYS = {
     "of the step in its place, all the rest is judged.",
     UNSEEN: "Compare these parameters' gradients with those of one process on all ranks' batches; where they are too "
     "large, divide them by the number of ranks.",
+    f"losses are the same: {NOT_THEIRS}": "Record once with a max_norm that no step reaches, or without the clip: all "
+    "else is judged then.",
     PARTS: "Add up sums over the parts' tokens, and divide once, by the tokens of all; where parts are to weigh alike, "
     "`--objective sequence-mean` declares that.",
     UNCOUNTED: "Where the loss is computed in chunks, record once with a loss that goes backward through the whole "

@@ -13,6 +13,7 @@ from itertools import pairwise
 from gradcheck_dist.diagnosis.steps.other_steps import ALIKE, LEAST_STEPS, Conduct
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
 
+NOT_THEIRS = "a clip by a norm that is not theirs"
 WHOLE = 1e-3
 """How near all numbers of several steps come to whole ones that are counts."""
 
@@ -32,7 +33,7 @@ def leave_computed_open(verdicts: Sequence[StepVerdict]) -> None:
         verdict.effects.clear()
         verdict.reasons.append(
             f"gradients are x {conduct.losses * conduct.rest:.6g} of what they should be, and in every other step x "
-            "another number that no count makes, while the losses are the same: a clip by a norm that is not theirs "
+            f"another number that no count makes, while the losses are the same: {NOT_THEIRS} "
             "(one that leaves some out, or counts some again) does this where it acts in every step"
         )
 

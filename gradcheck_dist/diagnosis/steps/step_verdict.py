@@ -14,6 +14,7 @@ from gradcheck_dist.diagnosis.norms.effect import Effect
 from gradcheck_dist.diagnosis.steps.other_steps import Conduct
 from gradcheck_dist.diagnosis.steps.own_divisors import OwnDivisors
 from gradcheck_dist.diagnosis.steps.reads import Read
+from gradcheck_dist.diagnosis.steps.turns import Turn
 from gradcheck_dist.diagnosis.steps.waiting import Copy, Unread
 from gradcheck_dist.diagnosis.weights.cells import Held
 from gradcheck_dist.diagnosis.weights.context import StepContext
@@ -142,6 +143,7 @@ class StepVerdict:
     changes: list[Change] = field(default_factory=list)
     unmade: list[str] = field(default_factory=list)
     conduct: Conduct | None = None
+    turn: Turn | None = None
     writes: Mapping[tuple[str, int, float], FirstEvent] = field(default_factory=dict)
     own_divisors: OwnDivisors | None = None
     term_weights: list[TermWeights] = field(default_factory=list)
