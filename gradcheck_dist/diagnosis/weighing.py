@@ -17,7 +17,7 @@ from gradcheck_dist.diagnosis.losses.weighted_tokens import spreads_of_losses
 from gradcheck_dist.diagnosis.norms.step_norms import step_norms
 from gradcheck_dist.diagnosis.steps.across import across, left_across, without_emptied_across
 from gradcheck_dist.diagnosis.steps.changed_in import name_places
-from gradcheck_dist.diagnosis.steps.clip_lines import clip_of_line
+from gradcheck_dist.diagnosis.steps.clip_lines import clip_of_line, factor_of_line
 from gradcheck_dist.diagnosis.steps.drift import sets_apart
 from gradcheck_dist.diagnosis.steps.hand_clip import freed
 from gradcheck_dist.diagnosis.steps.lone import trained_alone
@@ -231,11 +231,17 @@ def weigh(
     verdict.remarks += left_across(reached)
     wanted = partial(aim, context.objective, data, contributions, drop_lost=assumed.drop_lost, written=how.written)
     aimed_at, is_freed = wanted(measured), False
-    if aimed_at.relative and (clip := clip_of_line(measured, data, step_norms(run, data, contributions.coordinate))):
-        without_clip = freed(measured, clip.factor)
-        if not (freely := wanted(without_clip)).relative:
-            aimed_at, measured, is_freed = freely, without_clip, True
-            verdict.remarks.append(clip.text)
+    if aimed_at.relative:
+        norms = step_norms(run, data, contributions.coordinate)
+        if clip := clip_of_line(measured, data, norms):
+            without_clip = freed(measured, clip.factor)
+            if not (freely := wanted(without_clip)).relative:
+                aimed_at, measured, is_freed = freely, without_clip, True
+                verdict.remarks.append(clip.text)
+        elif factor := factor_of_line(measured, data, norms):
+            # Right but for that line: it is judged as any other, by what it leaves of right weights.
+            freely = wanted(freed(measured, factor))
+            aimed_at = aimed_at if freely.relative else freely
     understood = aimed_at.as_written or aimed_at.of_elements or aimed_at.of_means
     of_step = without(contributions, contributions.by_key.keys() - aimed_at.contributions.by_key.keys())
     verdict.reasons += [] if understood or aimed_at.of_samples else weighed_apart(of_step)

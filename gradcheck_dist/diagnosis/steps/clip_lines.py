@@ -24,6 +24,32 @@ from gradcheck_dist.ledger.tracks import StepData
 
 def clip_of_line(held: Sequence[Held], data: StepData, norms: StepNorms) -> HandClip | None:
     """The clip that the last line before the optimizer is which multiplies all gradients alike, on all ranks."""
+    found = _line_of_all(held, data, norms)
+    if found is None:
+        return None
+    write, factor, norm, tolerance = found
+    if not is_round(norm, tolerance):
+        return None
+    line = f" at {write.site.short}" if write.site is not None else ""
+    text = (
+        f"step {data.step}: gradients were clipped by hand to norm {float(f'{norm:.2g}'):g} (x {factor:.4g})"
+        f"{line}; weights are freed of it"
+    )
+    return HandClip(factor, norm, text, line=line)
+
+
+def factor_of_line(held: Sequence[Held], data: StepData, norms: StepNorms) -> float | None:
+    """The computed number by which that line multiplies, where what it leaves has no norm that somebody wrote: the line
+    may clip by another norm than theirs."""
+    found = _line_of_all(held, data, norms)
+    return None if found is None or is_round(found[2], found[3]) else found[1]
+
+
+def _line_of_all(
+    held: Sequence[Held], data: StepData, norms: StepNorms
+) -> tuple[GradWrite, float, float, float] | None:
+    """The last line before the optimizer that multiplies all gradients on all ranks by one computed number below 1, as
+    the first rank has it; that number, the norm behind it and how well that is known."""
     ranks = {rank for one in held for rank in (one.rank, *one.ranks)}
     writes = [_last_write(data, held, rank) for rank in sorted(ranks)]
     if not writes or None in writes:
@@ -33,15 +59,9 @@ def clip_of_line(held: Sequence[Held], data: StepData, norms: StepNorms) -> Hand
         return None
     norm = None if is_exactly_written(factors[0]) else norm_left(ranks, data, norms)
     tolerance = own_error(list(norms.parts.values()))
-    if norm is None or tolerance > TOO_VAGUE or not is_round(norm, tolerance):
+    if norm is None or tolerance > TOO_VAGUE or writes[0] is None:
         return None
-    site = writes[0].site if writes[0] is not None else None
-    line = f" at {site.short}" if site is not None else ""
-    text = (
-        f"step {data.step}: gradients were clipped by hand to norm {float(f'{norm:.2g}'):g} (x {factors[0]:.4g})"
-        f"{line}; weights are freed of it"
-    )
-    return HandClip(factors[0], norm, text, line=line)
+    return writes[0], factors[0], norm, tolerance
 
 
 def _last_write(data: StepData, held: Sequence[Held], rank: int) -> GradWrite | None:
