@@ -272,8 +272,8 @@ def clip_by_hand(cases: Sequence[Case], data: StepData, norms: StepNorms) -> Han
                 factor = factor if unit else own
         elif abs(factor / own - 1) > SAME and _right_before(case, cases, factor / own, data):
             factor = own
-        if not is_round(norm, tolerance) or (own > 1 and not unit):
-            continue  # only to unit length gradients are made longer on purpose
+        if not is_round(norm, tolerance) or (own > 1 - SAME and not unit):
+            continue  # only to unit length gradients are made longer on purpose, and lines that do nothing clip nothing
         if factor > 1 > own:
             # A clip only shortens, so what is too long before and behind it was too long without it as well.
             before, factor = factor / own, factor if unit else own
