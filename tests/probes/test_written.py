@@ -102,6 +102,16 @@ OPEN: dict[str, Loss] = {
 }
 
 
+@pytest.mark.parametrize("name", ["as much as passes", "a quarter", "a quarter, which may be a share"])
+def test_a_number_that_may_divide_accuses_nobody_where_means_over_unequal_batches_are_told(
+    tmp_path: Path, name: str
+) -> None:
+    """It was told as a normaliser once more, since weights are off by these means without it."""
+    report = trained(tmp_path, OPEN[name], UNEQUAL)
+    assert [finding.code for finding in report.findings] == ["GS301"]
+    assert any("before" in reason and "in a sum of several" in reason for reason in report.reasons)
+
+
 BESIDE: dict[str, Loss] = {
     "by passes": lambda x, z, y: F.cross_entropy(z, y) / STEPS,
     "by passes, with a coefficient": lambda x, z, y: 0.3 * (F.cross_entropy(z, y) / STEPS),

@@ -20,7 +20,7 @@ import numpy as np
 from gradcheck_dist.diagnosis.losses.aim import Aim
 from gradcheck_dist.diagnosis.losses.bare_means import added_means
 from gradcheck_dist.diagnosis.losses.class_weights import by_class_weights, tells
-from gradcheck_dist.diagnosis.losses.elements import OF_WEIGHTED, Counted, by_elements, in_means, in_words
+from gradcheck_dist.diagnosis.losses.elements import MEANS, OF_WEIGHTED, Counted, by_elements, in_means, in_words
 from gradcheck_dist.diagnosis.losses.marked import marked_aside
 from gradcheck_dist.diagnosis.losses.parts import counted_once, parts_of_one_loss
 from gradcheck_dist.diagnosis.losses.repeated import repeats, replaced, weighing_or_gone
@@ -147,7 +147,8 @@ def _of_losses(
     in_sums = as_written(contributions, data.events)
     if in_sums and (unusable or _wrong(counted, measured)):
         readings = [(one, _counted(objective, one.contributions, groups)) for one in in_sums]
-        if (without := _without_coefficient(readings, measured, written)) is not None:
+        means = [_counted(MEANS, one.contributions, groups) for one in in_sums]
+        if (without := _without_coefficient(readings, means, measured, written)) is not None:
             return without
     if unusable or _wrong(counted, measured):
         samples = _of_samples(objective, contributions, groups, measured)
@@ -179,10 +180,14 @@ def _of_losses(
     return _functions_of_data(objective, data, contributions, measured) if computed else counted
 
 
-def _without_coefficient(readings: list[tuple[Written, Aim]], measured: list[Held], written: int | None) -> Aim | None:
-    """Losses in sums without what is written before them there; None where that settles nothing. `written`: which
-    one is taken, whatever the weights."""
+def _without_coefficient(
+    readings: list[tuple[Written, Aim]], means: list[Aim], measured: list[Held], written: int | None
+) -> Aim | None:
+    """Losses in sums without what is written before them there; None where that settles nothing. `means`: the same, as
+    means of each pass's own tokens, by which weights are off by nothing but these. `written`: which one is taken,
+    whatever the weights."""
     right = [(one, found) for one, found in readings if not _wrong(found, measured)]
+    right = right or [pair for pair, mean in zip(readings, means, strict=True) if not _wrong(mean, measured)]
     right = right if written is None else readings[written : written + 1]
     for one, found in sorted(right, key=lambda pair: not pair[0].is_certain)[:1]:
         found.as_written = True
