@@ -112,6 +112,14 @@ def test_a_number_that_may_divide_accuses_nobody_where_means_over_unequal_batche
     assert any("before" in reason and "in a sum of several" in reason for reason in report.reasons)
 
 
+@pytest.mark.parametrize("sizes", [EQUAL, UNEQUAL])
+def test_a_loss_that_a_coefficient_of_zero_switches_off_accuses_nobody(tmp_path: Path, sizes: tuple[int, ...]) -> None:
+    """A student's own loss beside its teacher's, as (1 - ratio) * own + ratio * theirs has it for a ratio of 1."""
+    report = trained(tmp_path, lambda x, z, y: (0.0 * F.cross_entropy(x, y) + distilled(x)) / STEPS, sizes)
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert any("multiplied by zero in every pass" in reason for reason in report.reasons)
+
+
 BESIDE: dict[str, Loss] = {
     "by passes": lambda x, z, y: F.cross_entropy(z, y) / STEPS,
     "by passes, with a coefficient": lambda x, z, y: 0.3 * (F.cross_entropy(z, y) / STEPS),

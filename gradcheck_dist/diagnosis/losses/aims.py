@@ -53,6 +53,12 @@ SAME = 1e-3
 """Transfers nearer to one another than this, relative, are the same."""
 
 
+SWITCHED_OFF = (
+    "the losses that count tokens are multiplied by zero in every pass, and what arrives comes from other terms: right "
+    "where a coefficient switches them off"
+)
+
+
 def aim(
     objective: str,
     data: StepData,
@@ -95,6 +101,15 @@ def _of_passes(
     by_key = contributions.by_key
     # What counts no tokens leaves none out, whatever its weight.
     weightless = {key for key, c in by_key.items() if c.weight == 0 and c.num_tokens != 0}
+    if (
+        by_key
+        and len(weightless) == len(by_key)
+        and any(held.observed is not None and held.observed.any() for held in measured)
+    ):
+        # A coefficient of zero switches them off, and others that stand beside them train.
+        others = _uncounted(objective, data, contributions, measured)
+        others.reasons.append(SWITCHED_OFF)
+        return others
     left_out = weightless | {key for key, c in by_key.items() if key in lost and not tell_batches(c)}
     if not left_out or len(left_out) == len(by_key):
         return kept
