@@ -97,7 +97,7 @@ def leave_statistics_open(verdicts: Sequence[StepVerdict]) -> None:
     found = [_at_loss(verdict.findings) for verdict, _ in divided]
     accused = [one.first_event for here in found for one in here if one.first_event is not None]
     few = sum(map(bool, found)) < max(LEAST_STEPS, len(judged) - 1)
-    if len(divided) < len(judged) or (few and not all(_without_shape(*pair) for pair in divided)):
+    if len(divided) < len(judged) or (few and not _without_shape(divided)):
         return
     if len({(event.file, event.line) for event in accused}) != 1 or not _change([numbers for _, numbers in divided]):
         return
@@ -123,11 +123,12 @@ def leave_statistics_open(verdicts: Sequence[StepVerdict]) -> None:
             verdict.reasons.append(reason)
 
 
-def _without_shape(verdict: StepVerdict, numbers: OwnDivisors) -> bool:
-    """Whether one step alone has losses that divide by many numbers, whose pattern is none that a fault has."""
-    shapes = [verdict.shape_of(one) for one in _at_loss(verdict.findings)]
-    values = sorted(one.value for one in numbers.all)
-    apart = 1 + sum(other > one * (1 + numbers.rounding) for one, other in pairwise(values))
+def _without_shape(divided: Sequence[tuple[StepVerdict, OwnDivisors]]) -> bool:
+    """Whether few steps have losses that divide by several numbers, whose pattern is none that a fault has."""
+    shapes = [verdict.shape_of(one) for verdict, _ in divided for one in _at_loss(verdict.findings)]
+    values = sorted(one.value for _, numbers in divided for one in numbers.all)
+    rounding = max(numbers.rounding for _, numbers in divided)
+    apart = 1 + sum(other > one * (1 + rounding) for one, other in pairwise(values))
     return bool(shapes) and all(one is not None and one.kind == "other" for one in shapes) and apart >= LEAST_STEPS
 
 
