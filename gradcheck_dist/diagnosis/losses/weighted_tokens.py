@@ -36,10 +36,11 @@ MEAN_RULES = frozenset({"GS301", "GS302", "GS303", "GS305"})
 
 def spreads_of_losses(contributions: Contributions) -> dict[Place, float]:
     """How far apart, relative, each place puts the weights of the tokens of one contribution at most; infinite where it
-    makes some losses larger."""
+    makes some losses smaller and others larger."""
     spreads: dict[Place, float] = {}
     for place, one in _places(contributions):
-        spreads[place] = max(spreads.get(place, 0.0), one.spread if (one.weight or 0.0) >= 0 else inf)
+        spreads[place] = max(spreads.get(place, 0.0), one.spread)
+    spreads |= {place: inf for place, signs in _signs(contributions).items() if len(signs) > 1}
     return spreads
 
 
@@ -57,10 +58,19 @@ def all_beside_weights(contributions: Contributions) -> bool:
 
 
 def turned(contributions: Contributions) -> frozenset[ContributionKey]:
-    """The contributions of places that make the losses of some passes larger: by advantages below zero, or what is to
-    be unlearnt. No normaliser turns a sign, so these losses have weights of their own."""
-    places = {place for place, one in _places(contributions) if (one.weight or 0.0) < 0}
+    """The contributions of places that make the losses of some passes smaller and those of others larger: by
+    advantages, or what is to be unlearnt. No normaliser turns a sign in some, so these have weights of their own."""
+    places = [place for place, signs in _signs(contributions).items() if len(signs) > 1]
     return frozenset(one.key for place, one in _places(contributions) if place in places)
+
+
+def _signs(contributions: Contributions) -> dict[Place, set[bool]]:
+    """Whether each place makes losses larger."""
+    signs: dict[Place, set[bool]] = {}
+    for place, one in _places(contributions):
+        if one.weight:
+            signs.setdefault(place, set()).add(one.weight < 0)
+    return signs
 
 
 def _places(contributions: Contributions) -> Iterator[tuple[Place, Contribution]]:
@@ -77,14 +87,17 @@ def adds_up_apart(spreads: Mapping[Place, float]) -> bool:
 def leave_weighted_open(verdicts: Sequence[StepVerdict]) -> None:
     """Accuse no loss, nor what follows all losses, of a factor in steps whose tokens weigh alike by chance."""
     steps: dict[Place, int] = {}
-    turning: set[Place] = set()
+    turning: dict[Place, int] = {}
     for verdict in verdicts:
         for place, spread in verdict.spreads.items():
             if spread > MAX_SPREAD:
                 steps.setdefault(place, verdict.context.step)
-            if isinf(spread) and place not in turning:
-                turning.add(place)
-                steps[place] = verdict.context.step
+            if isinf(spread):
+                turning.setdefault(place, verdict.context.step)
+    for place, signs in _signs_of_steps(verdicts).items():
+        if len(signs) > 1:
+            turning.setdefault(place, signs[True])
+    steps |= turning
     for verdict in verdicts:
         places = steps.keys() & verdict.spreads.keys()
         context = verdict.context
@@ -93,6 +106,16 @@ def leave_weighted_open(verdicts: Sequence[StepVerdict]) -> None:
         place = min(places)
         line, step, turns = f"{PurePath(place[0]).name}:{place[1]}", steps[place], place in turning
         drop_of_constants(verdict, (_TURNS if turns else _APART).format(line=line, step=step))
+
+
+def _signs_of_steps(verdicts: Sequence[StepVerdict]) -> dict[Place, dict[bool, int]]:
+    """A step in which each place makes losses larger, and one in which it does not, of those that count tokens."""
+    found: dict[Place, dict[bool, int]] = {}
+    for verdict in verdicts:
+        for place, signs in ({} if verdict.context.relative else _signs(verdict.contributions)).items():
+            for larger in signs:
+                found.setdefault(place, {}).setdefault(larger, verdict.context.step)
+    return found
 
 
 def drop_of_constants(verdict: StepVerdict, reason: str, spare: str = "") -> None:

@@ -42,8 +42,8 @@ FEW = 0.25
 
 @dataclass(frozen=True)
 class Divisor:
-    """What losses divide by, and the tokens that enter them: those of a data rank's whole step where all of its passes
-    divide by one number, else those of one pass."""
+    """What losses divide by, whatever their sign, and the tokens that enter them: those of a data rank's whole step
+    where all of its passes divide by one number, else those of one pass."""
 
     value: float
     tokens: int
@@ -73,9 +73,9 @@ def own_divisors(contributions: Contributions, data: StepData) -> OwnDivisors | 
     scale = scales.pop() if scales else 1.0
     of_rank: dict[int, list[Divisor]] = defaultdict(list)
     for key, one in contributions.by_key.items():
-        if not one.weight or one.weight < 0 or not one.num_tokens:
+        if not one.weight or not one.num_tokens:
             return None
-        of_rank[key[0]].append(Divisor(scale / one.weight, one.num_tokens))
+        of_rank[key[0]].append(Divisor(scale / abs(one.weight), one.num_tokens))
     if not of_rank:
         return None
     by_rank = {rank: _one_of_all(found, rounding) for rank, found in of_rank.items()}
@@ -127,7 +127,7 @@ def _without_shape(divided: Sequence[tuple[StepVerdict, OwnDivisors]]) -> bool:
     """Whether few steps have losses that divide by several numbers, whose pattern is none that a fault has."""
     shapes = [verdict.shape_of(one) for verdict, _ in divided for one in _at_loss(verdict.findings)]
     values = sorted(one.value for _, numbers in divided for one in numbers.all)
-    rounding = max(numbers.rounding for _, numbers in divided)
+    rounding = max((numbers.rounding for _, numbers in divided), default=0.0)
     apart = 1 + sum(other > one * (1 + rounding) for one, other in pairwise(values))
     return bool(shapes) and all(one is not None and one.kind == "other" for one in shapes) and apart >= LEAST_STEPS
 
