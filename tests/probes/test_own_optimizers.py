@@ -411,3 +411,35 @@ def test_copies_that_get_their_gradients_inside_of_the_step_are_judged_by_the_mo
     report = diagnose(read_run(tmp_path / "run"))
     assert report.verdict == ("clean" if divisor == 1 else "findings")
     assert [(one.code, one.step) for one in report.findings] == ([] if divisor == 1 else [("GS303", 0)])
+
+
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("divisor", [1.0, 3.0])
+def test_one_that_reads_buffers_into_which_hooks_move_gradients_ends_its_steps(
+    copied: bool, divisor: float, tmp_path: Path
+) -> None:
+    def moved(param: Tensor) -> None:
+        param.main_grad.add_(grad(param))
+        param.grad = None
+
+    torch.manual_seed(0)
+    with attach(tmp_path / "run", steps=range(STEPS), objective="global-token-mean"):
+        model = Net()
+        for param in model.parameters():
+            param.main_grad = torch.zeros_like(param)
+            param.register_post_accumulate_grad_hook(moved)
+        for step in range(STEPS):
+            for k in range(ACCUMULATION):
+                tokens, labels = batch(k, step)
+                loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.clamp_min(0).flatten())
+                (loss / ACCUMULATION / divisor).backward()
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.grad = param.main_grad.clone() if copied else param.main_grad
+                    param -= RATE * grad(param)
+                    param.main_grad.zero_()
+                    param.grad = None
+    report = diagnose(read_run(tmp_path / "run"))
+    assert report.run.steps == list(range(STEPS))
+    assert [one.code for one in report.findings] == ([] if divisor == 1 else ["GS303"]), report.reasons
+    assert report.verdict == ("clean" if divisor == 1 else "findings"), report.reasons

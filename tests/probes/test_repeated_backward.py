@@ -162,6 +162,28 @@ def test_a_loss_scale_by_hand_hides_no_repetition(tmp_path: Path, passes: Passes
     assert (finding.code, finding.pattern.partition(",")[0]) == ("GS403", pattern)
 
 
+def averaged(passes: Passes) -> Passes:
+    """As lines behind a sum over two ranks divide."""
+
+    def halved(model: nn.Sequential, losses: list[Tensor]) -> None:
+        passes(model, [loss * 2 for loss in losses])
+        for param in model.parameters():
+            assert param.grad is not None
+            param.grad.div_(2)
+
+    return halved
+
+
+def test_what_lines_by_hand_divide_by_hides_no_repetition(tmp_path: Path) -> None:
+    (finding,) = train(tmp_path, averaged(twice)).findings
+    assert (finding.code, finding.pattern) == ("GS403", "every loss goes backward 2 times")
+
+
+@pytest.mark.parametrize("passes", [once, emptied_by_hand, handed_over_twice])
+def test_what_lines_by_hand_divide_by_makes_no_repetition(tmp_path: Path, passes: Passes) -> None:
+    assert train(tmp_path, averaged(passes), sampled=STEPS).findings == []
+
+
 @pytest.mark.parametrize("passes", [once, handed_over_twice])
 def test_a_loss_scale_by_hand_makes_no_repetition(tmp_path: Path, passes: Passes) -> None:
     assert train(tmp_path, scaled_and_unscaled(passes), sampled=STEPS).findings == []

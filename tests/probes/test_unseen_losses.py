@@ -56,6 +56,10 @@ def candidates_from_two_places(logits: Tensor, labels: Tensor) -> Tensor:
     return ((together.logsumexp(1) - scores[torch.arange(6), labels]) * MASK).sum() / DIVISOR
 
 
+def gathered(logits: Tensor, labels: Tensor) -> Tensor:
+    return -(logits.log_softmax(-1).gather(1, labels[:, None])[:, 0] * MASK).sum() / DIVISOR
+
+
 def indexed(logits: Tensor, labels: Tensor) -> Tensor:
     log_probs = logits.log_softmax(-1)
     return -(log_probs[torch.arange(6), labels] * MASK).sum() / DIVISOR
@@ -288,3 +292,19 @@ def test_a_learned_weight_accuses_nobody(tmp_path: Path) -> None:
     report = diagnose(read_run(tmp_path / "run"))
     assert (report.verdict, report.findings) == ("undetermined", [])
     assert any("function of the data" in reason for reason in report.reasons)
+
+
+@pytest.mark.parametrize("by_hand", [picked_logits, indexed, gathered])
+def test_a_loss_by_hand_beside_a_cross_entropy_counts_as_it_does_alone(
+    tmp_path: Path, by_hand: Callable[[Tensor, Tensor], Tensor]
+) -> None:
+    """Another head's loss, whose gradient arrives first, stands above none of its tokens."""
+    losses, gradients = recorded(
+        tmp_path,
+        lambda logits, labels: by_hand(logits, labels)
+        + 0.3 * F.cross_entropy(2 * logits[:, :4], ignored(labels.clamp_max(3)), reduction="sum") / DIVISOR,
+    )
+    (other,) = (loss for loss in losses if loss.op == "cross_entropy")
+    assert len(losses) == len(gradients) == 2
+    found = {one.loss_id == other.loss_id: (one.num_tokens, one.weight) for one in gradients}
+    assert found == {True: (TOKENS, pytest.approx(0.3 / DIVISOR)), False: (TOKENS, pytest.approx(1 / DIVISOR))}

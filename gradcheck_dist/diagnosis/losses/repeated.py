@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 import numpy as np
 
 from gradcheck_dist.diagnosis.losses.returned import weighing
 from gradcheck_dist.diagnosis.weights.cells import Held
 from gradcheck_dist.diagnosis.weights.written import scales_by_hand
-from gradcheck_dist.events import Loss
+from gradcheck_dist.events import GradWrite, Loss
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions, losses_of_rank
 from gradcheck_dist.ledger.tracks import ParamKey, StepData
 
@@ -58,7 +59,7 @@ def repeats(data: StepData, contributions: Contributions, measured: Sequence[Hel
     entered: dict[ContributionKey, ContributionKey] = {}
     params: set[ParamKey] = set()
     several = {key for passes, _ in losses if len(passes) > 1 for key in passes}
-    beside = _Beside(frozenset(contributions.by_key) - several, frozenset({1.0, *scales_by_hand(data)}))
+    beside = _Beside(frozenset(contributions.by_key) - several, data)
     for passes, in_parts in losses:
         same = _of_one_part(measured, list(passes)) if in_parts else None
         again: dict[ContributionKey, ContributionKey] = {}
@@ -155,10 +156,23 @@ def _brought(held: Held, key: ContributionKey) -> np.ndarray:
 @dataclass(frozen=True)
 class _Beside:
     """What may have become of two gradients together: what became of the passes that differentiate losses of their own
-    alone, or, where there are none, a loss scale that was taken out again."""
+    alone, or, where there are none, what lines of the trainer's own are seen to multiply gradients by."""
 
     alone: frozenset[ContributionKey]
-    scales: frozenset[float]
+    data: StepData
+
+    def by_hand(self, held: Held) -> set[float]:
+        """By what the trainer's lines multiply a parameter's gradient: nothing, a loss scale, all of them together."""
+        track = self.data.tracks[held.param].get(held.rank)
+        factors = [
+            event.factor
+            for event in self.data.events.get(held.rank, ())
+            if isinstance(event, GradWrite)
+            and event.factor
+            and track is not None
+            and track.param.id in self.data.params_of(held.rank, event.params)
+        ]
+        return {1.0, *(1 / scale for scale in scales_by_hand(self.data)), prod(factors)}
 
 
 def _keeping(
@@ -188,7 +202,7 @@ def _keeps(held: Held, first: ContributionKey, other: ContributionKey, beside: _
     found, documented = held.observed[both] @ leaves, held.nominal[both] @ leaves
     others = [column for column, key in enumerate(keys) if key in beside.alone and held.nominal[column]]
     ratios = [ratio for ratio in held.observed[others] / held.nominal[others] if abs(ratio) > 0]
-    shares = {float(np.median(ratios))} if ratios else {1 / scale for scale in beside.scales}
+    shares = {float(np.median(ratios))} if ratios else beside.by_hand(held)
     return any(
         np.linalg.norm(found - documented * share) <= GONE * np.linalg.norm(documented * share) for share in shares
     )

@@ -155,7 +155,9 @@ def gradient_arrived(
 ) -> None:
     """`known`: whether the gradient tells what each token weighs, where that is still on an accelerator."""
     current = recorder.current
-    if not recorder.recording or current is None or recorder.loss_seen_in == current.seq:
+    if not recorder.recording or current is None:
+        return
+    if recorder.loss_seen_in == current.seq and loss_id not in current.direct:
         return  # a loss that was declared (mark_loss), or seen otherwise, stands above this one
     current.root_loss = None
     recorder.loss_arrived(current, loss_id)

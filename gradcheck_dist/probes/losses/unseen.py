@@ -59,16 +59,14 @@ def look(
         return
     found = search(roots)
     ids = {node: node.metadata[RECORDED] for node in found.known}
-    current.direct.update(ids.values())
     ids |= {node: _watch_cross_entropy(recorder, node) for node in found.cross_entropies}
-    for node in found.labelled:
-        _watch_labelled(recorder, node)
+    current.direct.update(_watch_labelled(recorder, node) for node in found.labelled)
     picks = len(found.labelled)
     for node, source in found.picks:
         if name_of(source) == "LogSoftmaxBackward":
             ids[node] = _watch_picks(recorder, node, "log_softmax index")
         elif source in found.logsumexp_inputs:
-            _watch_picks(recorder, node, "logsumexp index")
+            current.direct.add(_watch_picks(recorder, node, "logsumexp index"))
         else:
             continue
         picks += 1
@@ -78,6 +76,7 @@ def look(
             picks += 1
         found.log_softmaxes.remove(source)
         label_smoothing.watch_whole(recorder, current, source, ids[part], functools.partial(_hook, recorder))
+    current.direct.update(ids.values())
     if len(ids) > 1:
         current.part_of = heads.parts_of_one(ids) if recorder.sampling else {}
         current.logits = on_same_logits(ids)
@@ -164,7 +163,7 @@ def _watch_picks(recorder: Recorder, node: Any, op: str) -> int:
     return loss_id
 
 
-def _watch_labelled(recorder: Recorder, node: Any) -> None:
+def _watch_labelled(recorder: Recorder, node: Any) -> int:
     given: Labelled = node.metadata[LABELLED]
     known = given.share.isfinite() if isinstance(given.share, Tensor) else None
     loss_id = _told_once(recorder, node, given.op, "none", given.labels, None, given.site, known)
@@ -175,6 +174,7 @@ def _watch_labelled(recorder: Recorder, node: Any) -> None:
 
     _hook(recorder, node, arrived, given.output)
     _count_nothing_inside(recorder, node)
+    return loss_id
 
 
 def _count_nothing_inside(recorder: Recorder, node: Any) -> None:

@@ -6,17 +6,20 @@ What it read are the gradients that still lie in `.grad`, or did until they were
 until a module is called to compute the next loss, so that they take no memory beside its activations.
 
 On an accelerator nobody waits to compare values: there in-place changes are known by autograd's version counter.
+What another rank broadcasts into a parameter behind its step is that rank's update: here its gradient was read by nobody.
 Where parameters hold other values behind a backward pass than before it, hooks have updated them (LOMO), and what these
 read is not known; an accelerator tells that later. Where torch.optim is in use, this probe rests.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
@@ -33,6 +36,7 @@ from gradcheck_dist.events import (
 )
 from gradcheck_dist.probes.backward import autograd
 from gradcheck_dist.probes.optimizers.norms import record_norms, record_taken, taken
+from gradcheck_dist.probes.parameters.regions import main_grad_of
 from gradcheck_dist.probes.parameters.registry import LocalPlan, ParamInfo
 from gradcheck_dist.probes.parameters.stand_ins import is_host
 from gradcheck_dist.probes.recording.deferred import stacked
@@ -41,6 +45,7 @@ from gradcheck_dist.probes.recording.patching import Patches
 from gradcheck_dist.probes.recording.recorder import BackwardPass, Recorder, guarded
 from gradcheck_dist.probes.recording.samples import elements
 from gradcheck_dist.probes.recording.sites import caller_site
+from gradcheck_dist.probes.reductions.collectives import replace_everywhere
 from gradcheck_dist.stats.norms import PendingNorms
 from gradcheck_dist.stats.sampling import sample_positions
 
@@ -62,6 +67,8 @@ class OwnOptimizer:
         self._zero: set[int] = set()  # parameters whose gradient is zero as it came
         self._emptied: dict[int, tuple[LocalPlan, Tensor]] = {}  # by parameter, what was read before it was emptied
         self._norms: dict[int, tuple[int, int, PendingNorms]] = {}  # and its norm
+        self._moved: dict[int, ParamInfo] = {}  # by the id of a buffer into which hooks have moved a gradient
+        self._received: set[int] = set()  # parameters that another rank has broadcast since
         self._before: list[Noted] = []  # what parameters held before the backward pass that is under way
         self._sizes: list[int] = []  # and how many elements each had
         self.looks_inside = True  # until an optimizer of torch's steps; LOMO is one and never does
@@ -86,8 +93,10 @@ class OwnOptimizer:
             return
         self._emptied.clear()
         self._norms.clear()
+        self._received.clear()
         held = {info.id: info for info, _ in self.grads.values()} | touched
-        self.grads = {key: (info, grad) for key, info in held.items() if (grad := info.param.grad) is not None}
+        self.grads = {key: (info, grad) for key, info in held.items() if (grad := _kept(info)) is not None}
+        self._moved = {id(grad): info for info, grad in self.grads.values() if info.param.grad is None}
         arrived = {key: self.grads[key][1] for key in touched if key in self.grads}
         for key in [key for key, grad in arrived.items() if _local(grad) is None]:
             del self.grads[key]
@@ -134,10 +143,10 @@ class OwnOptimizer:
     def emptied(self, grad: Tensor) -> None:
         """A tensor is about to be filled with zeros by hand; it may be a gradient."""
         recorder = self._recorder
-        info = recorder.places.whose(grad) if recorder.current is None else None
+        info = self._moved.get(id(grad)) or recorder.places.whose(grad) if recorder.current is None else None
         if info is None or info.id not in self.grads or info.id in self._emptied:
             return
-        held = info.param.grad
+        held = _kept(info)
         assert held is not None
         found = recorder.registry.plan(info, held) if recorder.sampling and info.active else None
         values = elements(found[1].detach(), found[0].indices) if found is not None else None
@@ -152,6 +161,15 @@ class OwnOptimizer:
         found, norm = (self._recorder.registry.plan(info, grad), taken(grad)) if not info.regions else (None, None)
         return (info.id, found[0].id, norm) if found is not None and norm is not None else None
 
+    def received(self, tensor: Tensor) -> None:
+        """Another rank broadcasts a tensor; it may be a parameter."""
+        local = _local(tensor)
+        address, size = (local.data_ptr(), local.numel()) if local is not None else (0, 0)
+        for key, (info, _) in self.grads.items() if address else ():
+            held = None if info.regions else _local(info.param)
+            if held is not None and (held.data_ptr(), held.numel()) == (address, size):
+                self._received.add(key)
+
     def look(self) -> None:
         """Whether an optimizer has stepped since: most parameters are not what they were."""
         if self._begun and self._noted and self._recorder.current is None:
@@ -164,11 +182,14 @@ class OwnOptimizer:
     def _stepped(self) -> None:
         recorder = self._recorder
         # What was put in the place of a gradient since, and still lies there, is what was read.
-        held = [(info, grad if info.param.grad is None else info.param.grad) for info, grad in self.grads.values()]
-        emptied, norms = dict(self._emptied), list(self._norms.values())
-        self._begun, self.grads = False, {}
+        own = [pair for key, pair in self.grads.items() if key not in self._received]
+        held = [(info, grad if info.param.grad is None else info.param.grad) for info, grad in own]
+        emptied = {key: found for key, found in self._emptied.items() if key not in self._received}
+        norms = [norm for key, norm in self._norms.items() if key not in self._received]
+        self._begun, self.grads, self._moved = False, {}, {}
         self._emptied.clear()
         self._norms.clear()
+        self._received.clear()
         if not recorder.recording:
             recorder.end_step()
             return
@@ -246,6 +267,19 @@ def install(recorder: Recorder, patches: Patches) -> None:
         if own.looks_inside:
             passed(recorder, own, current)
 
+    def watch_broadcast(original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
+        @wraps(original)
+        def broadcast(*args: Any, **kwargs: Any) -> Any:
+            if recorder.own_optimizer is not None and own.grads and not torch.compiler.is_compiling():
+                received(recorder, own, signature, args, kwargs)
+            return original(*args, **kwargs)
+
+        return broadcast
+
+    if dist.is_available():
+        replace_everywhere(patches, "broadcast", watch_broadcast)
     patches.replace(Optimizer, "__init__", watch_making)
     patches.on_restore(register_optimizer_step_pre_hook(untraced(stop)).remove)
     patches.replace(Tensor, "zero_", watch_zero)
@@ -272,6 +306,21 @@ def emptied(recorder: Recorder, own: OwnOptimizer, grad: Tensor) -> None:
 
 
 @guarded("own_optimizer")
+def received(
+    recorder: Recorder, own: OwnOptimizer, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """A broadcast is called with these arguments."""
+    call = signature.bind(*args, **kwargs)
+    call.apply_defaults()
+    group, of_group = call.arguments["group"], call.arguments.get("group_src")
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        return
+    here = dist.get_rank() if of_group is None else dist.get_rank(group)
+    if here != (call.arguments["src"] if of_group is None else of_group):
+        own.received(call.arguments["tensor"])
+
+
+@guarded("own_optimizer")
 def look(recorder: Recorder, own: OwnOptimizer) -> None:
     own.compare()
 
@@ -284,6 +333,11 @@ def _perhaps_inside(*, updated: bool, **fields: Any) -> ProbeStatus:
     return ProbeStatus(
         probe=OWN_OPTIMIZER_PROBE, active=not updated, reason=UPDATED_INSIDE if updated else "", **fields
     )
+
+
+def _kept(info: ParamInfo) -> Tensor | None:
+    """Where a parameter's gradient lies: in `.grad`, or in a buffer into which hooks move it."""
+    return info.param.grad if info.param.grad is not None else main_grad_of(info)
 
 
 def _values(params: list[Tensor], inside: bool = False) -> list[Noted]:

@@ -147,16 +147,17 @@ def install(recorder: Recorder, patches: Patches) -> None:
         return all_reduce_coalesced
 
     if hasattr(dist, "all_reduce_coalesced"):  # deprecated, and no longer in every torch
-        _replace(patches, "all_reduce_coalesced", watch_coalesced)
-    _replace(patches, "all_reduce", watch_all_reduce)
-    _replace(patches, "reduce", watch_reduce)
-    _replace(patches, "reduce_scatter", watch_reduce_scatter_list)
+        replace_everywhere(patches, "all_reduce_coalesced", watch_coalesced)
+    replace_everywhere(patches, "all_reduce", watch_all_reduce)
+    replace_everywhere(patches, "reduce", watch_reduce)
+    replace_everywhere(patches, "reduce_scatter", watch_reduce_scatter_list)
     # The second is the older name; where both are, it calls the first through its module.
     names = ("reduce_scatter_single", "reduce_scatter_tensor")
-    _replace(patches, next(name for name in names if hasattr(distributed_c10d, name)), watch_reduce_scatter)
+    replace_everywhere(patches, next(name for name in names if hasattr(distributed_c10d, name)), watch_reduce_scatter)
 
 
-def _replace(patches: Patches, name: str, watch_call: Callable[..., Any]) -> None:
+def replace_everywhere(patches: Patches, name: str, watch_call: Callable[..., Any]) -> None:
+    """Replace a collective under both of its names."""
     original, watch = getattr(dist, name), functools.partial(_outermost, watch_call)
     patches.replace(distributed_c10d, name, watch)
     patched = getattr(distributed_c10d, name)

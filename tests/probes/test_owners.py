@@ -1,0 +1,34 @@
+"""A rank reads no gradient of a parameter that another one updates and broadcasts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gradcheck_dist.diagnosis.engine import diagnose
+from gradcheck_dist.trace.run import read_run
+from gradcheck_dist.trainer.launch import launch, warm_up
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fork_server() -> None:
+    warm_up()
+
+
+@pytest.mark.parametrize(("how", "verdict"), [("", "clean"), ("summed", "undetermined")])
+def test_what_owners_update_by_hand_and_broadcast_is_judged_by_their_gradients(
+    tmp_path: Path, how: str, verdict: str
+) -> None:
+    run = tmp_path / "run"
+    launch("owners_workers:train", (str(run), how, False), 2, timeout_s=60)
+    report = diagnose(read_run(run))
+    assert (report.verdict, report.findings) == (verdict, []), report.reasons
+    assert not how or "x 2" in report.reasons[0], report.reasons
+
+
+def test_a_rank_that_gets_all_parameters_from_another_is_not_accused(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    launch("owners_workers:train", (str(run), "", True), 2, timeout_s=60)
+    report = diagnose(read_run(run))
+    assert report.findings == [], report.reasons
