@@ -301,8 +301,10 @@ def test_a_loss_by_hand_beside_a_cross_entropy_counts_as_it_does_alone(
     """Another head's loss, whose gradient arrives first, stands above none of its tokens."""
     losses, gradients = recorded(
         tmp_path,
-        lambda logits, labels: by_hand(logits, labels)
-        + 0.3 * F.cross_entropy(2 * logits[:, :4], ignored(labels.clamp_max(3)), reduction="sum") / DIVISOR,
+        lambda logits, labels: (
+            by_hand(logits, labels)
+            + 0.3 * F.cross_entropy(2 * logits[:, :4], ignored(labels.clamp_max(3)), reduction="sum") / DIVISOR
+        ),
     )
     (other,) = (loss for loss in losses if loss.op == "cross_entropy")
     assert len(losses) == len(gradients) == 2

@@ -6,20 +6,18 @@ What it read are the gradients that still lie in `.grad`, or did until they were
 until a module is called to compute the next loss, so that they take no memory beside its activations.
 
 On an accelerator nobody waits to compare values: there in-place changes are known by autograd's version counter.
-What another rank broadcasts into a parameter behind its step is that rank's update: here its gradient was read by nobody.
+A parameter that another rank broadcasts behind its step is updated there: here nobody has read its gradient.
 Where parameters hold other values behind a backward pass than before it, hooks have updated them (LOMO), and what these
 read is not known; an accelerator tells that later. Where torch.optim is in use, this probe rests.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
@@ -45,7 +43,6 @@ from gradcheck_dist.probes.recording.patching import Patches
 from gradcheck_dist.probes.recording.recorder import BackwardPass, Recorder, guarded
 from gradcheck_dist.probes.recording.samples import elements
 from gradcheck_dist.probes.recording.sites import caller_site
-from gradcheck_dist.probes.reductions.collectives import replace_everywhere
 from gradcheck_dist.stats.norms import PendingNorms
 from gradcheck_dist.stats.sampling import sample_positions
 
@@ -267,19 +264,6 @@ def install(recorder: Recorder, patches: Patches) -> None:
         if own.looks_inside:
             passed(recorder, own, current)
 
-    def watch_broadcast(original: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(original)
-
-        @wraps(original)
-        def broadcast(*args: Any, **kwargs: Any) -> Any:
-            if recorder.own_optimizer is not None and own.grads and not torch.compiler.is_compiling():
-                received(recorder, own, signature, args, kwargs)
-            return original(*args, **kwargs)
-
-        return broadcast
-
-    if dist.is_available():
-        replace_everywhere(patches, "broadcast", watch_broadcast)
     patches.replace(Optimizer, "__init__", watch_making)
     patches.on_restore(register_optimizer_step_pre_hook(untraced(stop)).remove)
     patches.replace(Tensor, "zero_", watch_zero)
@@ -303,21 +287,6 @@ def passed(recorder: Recorder, own: OwnOptimizer, current: BackwardPass) -> None
 @guarded("own_optimizer")
 def emptied(recorder: Recorder, own: OwnOptimizer, grad: Tensor) -> None:
     own.emptied(grad)
-
-
-@guarded("own_optimizer")
-def received(
-    recorder: Recorder, own: OwnOptimizer, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    """A broadcast is called with these arguments."""
-    call = signature.bind(*args, **kwargs)
-    call.apply_defaults()
-    group, of_group = call.arguments["group"], call.arguments.get("group_src")
-    if group == dist.GroupMember.NON_GROUP_MEMBER:
-        return
-    here = dist.get_rank() if of_group is None else dist.get_rank(group)
-    if here != (call.arguments["src"] if of_group is None else of_group):
-        own.received(call.arguments["tensor"])
 
 
 @guarded("own_optimizer")

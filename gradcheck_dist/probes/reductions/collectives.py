@@ -146,18 +146,29 @@ def install(recorder: Recorder, patches: Patches) -> None:
 
         return all_reduce_coalesced
 
+    def watch_broadcast(original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def broadcast(*args: Any, **kwargs: Any) -> Any:
+            if recorder.own_optimizer is not None and not is_compiling():
+                before_broadcast(recorder, signature, args, kwargs)
+            return original(*args, **kwargs)
+
+        return broadcast
+
     if hasattr(dist, "all_reduce_coalesced"):  # deprecated, and no longer in every torch
-        replace_everywhere(patches, "all_reduce_coalesced", watch_coalesced)
-    replace_everywhere(patches, "all_reduce", watch_all_reduce)
-    replace_everywhere(patches, "reduce", watch_reduce)
-    replace_everywhere(patches, "reduce_scatter", watch_reduce_scatter_list)
+        _replace(patches, "all_reduce_coalesced", watch_coalesced)
+    _replace(patches, "all_reduce", watch_all_reduce)
+    _replace(patches, "broadcast", watch_broadcast)
+    _replace(patches, "reduce", watch_reduce)
+    _replace(patches, "reduce_scatter", watch_reduce_scatter_list)
     # The second is the older name; where both are, it calls the first through its module.
     names = ("reduce_scatter_single", "reduce_scatter_tensor")
-    replace_everywhere(patches, next(name for name in names if hasattr(distributed_c10d, name)), watch_reduce_scatter)
+    _replace(patches, next(name for name in names if hasattr(distributed_c10d, name)), watch_reduce_scatter)
 
 
-def replace_everywhere(patches: Patches, name: str, watch_call: Callable[..., Any]) -> None:
-    """Replace a collective under both of its names."""
+def _replace(patches: Patches, name: str, watch_call: Callable[..., Any]) -> None:
     original, watch = getattr(dist, name), functools.partial(_outermost, watch_call)
     patches.replace(distributed_c10d, name, watch)
     patched = getattr(distributed_c10d, name)
@@ -212,6 +223,19 @@ def _takes_part(group: Any) -> bool:
 def before_reduce(recorder: Recorder, pending: dict[int, _Pending], call: dict[str, Any]) -> list[Region] | None:
     how = ("reduce", call["op"], call["group"])
     return before_manual(recorder, pending, call["tensor"], *how, root=root_of(call)) if _takes_part(how[2]) else None
+
+
+@guarded("collectives")
+def before_broadcast(
+    recorder: Recorder, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """What another rank broadcasts may be a parameter, which that rank's optimizer has updated."""
+    call = bound(recorder, signature, args, kwargs)
+    if call is None or recorder.own_optimizer is None or not _takes_part(call["group"]):
+        return
+    by_group = call.get("group_src")
+    if (dist.get_rank() != call["src"]) if by_group is None else (dist.get_rank(call["group"]) != by_group):
+        recorder.own_optimizer.received(call["tensor"])
 
 
 @guarded("collectives")
