@@ -179,6 +179,20 @@ def test_what_lines_by_hand_divide_by_hides_no_repetition(tmp_path: Path) -> Non
     assert (finding.code, finding.pattern) == ("GS403", "every loss goes backward 2 times")
 
 
+def test_one_loss_of_whose_repetition_a_half_may_be_gone_is_told_as_one(tmp_path: Path) -> None:
+    """What an assignment divides by is not seen: half of two gradients is as much as one of them."""
+
+    def replaced(model: nn.Sequential, losses: list[Tensor]) -> None:
+        twice(model, [loss * 2 for loss in losses])
+        for param in model.parameters():
+            assert param.grad is not None
+            param.grad = param.grad / 2
+
+    report = train(tmp_path, replaced)
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert any(reason.startswith("each loss goes backward at ") for reason in report.reasons), report.reasons
+
+
 @pytest.mark.parametrize("passes", [once, emptied_by_hand, handed_over_twice])
 def test_what_lines_by_hand_divide_by_makes_no_repetition(tmp_path: Path, passes: Passes) -> None:
     assert train(tmp_path, averaged(passes), sampled=STEPS).findings == []

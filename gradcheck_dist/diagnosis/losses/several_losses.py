@@ -97,6 +97,12 @@ def loss_by_loss(target: Aim, objective: str, data: StepData, measured: list[Hel
         "whether these are coefficients that are meant or wrong normalisers is not known. "
         "gradcheck_dist.mark_loss(loss_sum, num_tokens, term=..., coefficient=...) tells"
     )
+    if _are_one(losses, counted):
+        reason = (
+            f"each loss goes backward at {lines}, and weighs {shown} of a mean over its tokens there: its gradient "
+            "enters as often, unless lines that nobody records take one away or divide by their number. One call of "
+            "backward() is too many where that is not meant"
+        )
     return OwnMeans(replace(target, expected=target.filled(scaled)), reasons=[reason])
 
 
@@ -119,6 +125,15 @@ def _as_many_as_passes(losses: Mapping[Place, Iterable[ContributionKey]], shares
     if not all(num > 1 and abs(shares[place] - num) <= SAME * num for place, num in passes.items()):
         return ""
     return ", as many as each has passes, which a forgotten division would leave"
+
+
+def _are_one(
+    losses: Mapping[Place, Iterable[ContributionKey]], counted: Mapping[ContributionKey, Contribution]
+) -> bool:
+    """Whether what begins on several lines is the same losses, each evaluated once."""
+    gradients = [[(counted[key].loss_rank, counted[key].gradient) for key in keys] for keys in losses.values()]
+    ids = [{(rank, one.loss_id if one is not None else None) for rank, one in of_place} for of_place in gradients]
+    return len(ids) > 1 and all(one == ids[0] for one in ids) and not any(loss_id is None for _, loss_id in ids[0])
 
 
 def own_weights(
