@@ -34,6 +34,7 @@ SAME = 1e-3
 """Factors nearer to one another than this, relative, are one."""
 MIXED = 1e-4
 """How near, relative, a coefficient of a mixture is to the number that was written."""
+AS_OFTEN = "its gradient enters as often"
 Place = tuple[str, str]
 """The lines of a loss: where it was computed, where its backward pass began."""
 
@@ -99,9 +100,8 @@ def loss_by_loss(target: Aim, objective: str, data: StepData, measured: list[Hel
     )
     if _are_one(losses, counted):
         reason = (
-            f"each loss goes backward at {lines}, and weighs {shown} of a mean over its tokens there: its gradient "
-            "enters as often, unless lines that nobody records take one away or divide by their number. One call of "
-            "backward() is too many where that is not meant"
+            f"each loss goes backward at {lines}, and weighs {shown} of a mean over its tokens there: {AS_OFTEN}, "
+            "unless lines that nobody records take one away or divide by their number"
         )
     return OwnMeans(replace(target, expected=target.filled(scaled)), reasons=[reason])
 

@@ -10,6 +10,7 @@ from gradcheck_dist.diagnosis.audits.whole_gradients import WHOLE_ON_EACH
 from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.diagnosis.losses.elements import DECLARE
 from gradcheck_dist.diagnosis.losses.marked import ASIDE, ON_THE_WAY
+from gradcheck_dist.diagnosis.losses.several_losses import AS_OFTEN
 from gradcheck_dist.diagnosis.losses.terms_apart import NO_COUNT_TELLS
 from gradcheck_dist.diagnosis.open_cases.own_parameters import ONE_SEED, UNSEEN
 from gradcheck_dist.diagnosis.open_cases.parted_heads import PARTED
@@ -72,6 +73,8 @@ SAYS = {
     ONE_LOSS: "Compute the loss of one batch on one process, and on these ranks: all numbers are to be the same.",
     ONE_WEIGHT: "Multiply and divide the loss by the same numbers on all ranks of one model.",
     NO_DISTRIBUTION: NO_DISTRIBUTION_SAYS,
+    AS_OFTEN: "Call backward() once on each loss. Where one pass is only a look, ask torch.autograd.grad for its "
+    "gradient, or empty .grad by zero_grad() behind it.",
     OF_OTHERS: "Look at the order in which microbatches, or several tensors of one, are sent back, and to which output "
     "each gradient is given.",
     SOME_ALONE: "Give all of these gradients to backward, each with its output; hand on what is to be a constant "
