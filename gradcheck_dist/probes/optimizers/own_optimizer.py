@@ -66,6 +66,7 @@ class OwnOptimizer:
         self._norms: dict[int, tuple[int, int, PendingNorms]] = {}  # and its norm
         self._moved: dict[int, ParamInfo] = {}  # by the id of a buffer into which hooks have moved a gradient
         self._received: set[int] = set()  # parameters that another rank has broadcast since
+        self._places: dict[tuple[int, int], int] = {}  # parameters by where they lie and their size, once asked for
         self._before: list[Noted] = []  # what parameters held before the backward pass that is under way
         self._sizes: list[int] = []  # and how many elements each had
         self.looks_inside = True  # until an optimizer of torch's steps; LOMO is one and never does
@@ -91,6 +92,7 @@ class OwnOptimizer:
         self._emptied.clear()
         self._norms.clear()
         self._received.clear()
+        self._places.clear()
         held = {info.id: info for info, _ in self.grads.values()} | touched
         self.grads = {key: (info, grad) for key, info in held.items() if (grad := _kept(info)) is not None}
         self._moved = {id(grad): info for info, grad in self.grads.values() if info.param.grad is None}
@@ -161,11 +163,14 @@ class OwnOptimizer:
     def received(self, tensor: Tensor) -> None:
         """Another rank broadcasts a tensor; it may be a parameter."""
         local = _local(tensor)
-        address, size = (local.data_ptr(), local.numel()) if local is not None else (0, 0)
-        for key, (info, _) in self.grads.items() if address else ():
-            held = None if info.regions else _local(info.param)
-            if held is not None and (held.data_ptr(), held.numel()) == (address, size):
-                self._received.add(key)
+        if local is None or not self.grads:
+            return
+        if not self._places:
+            held = [(key, None if info.regions else _local(info.param)) for key, (info, _) in self.grads.items()]
+            self._places = {(one.data_ptr(), one.numel()): key for key, one in held if one is not None}
+        key = self._places.get((local.data_ptr(), local.numel()))
+        if key is not None:
+            self._received.add(key)
 
     def look(self) -> None:
         """Whether an optimizer has stepped since: most parameters are not what they were."""
