@@ -123,3 +123,37 @@ def test_weights_of_batches_of_one_accuse_nobody(tmp_path: Path, as_number: bool
             optimizer.zero_grad()
     report = judged(tmp_path)
     assert (report.verdict, report.findings) == ("undetermined" if as_number else "clean", [])
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("coefficient", [None, 0.5])
+def test_a_mask_that_is_averaged_over_all_positions_is_found(
+    tmp_path: Path, rows: int, coefficient: float | None
+) -> None:
+    """Masks are no weights of data, nor is a coefficient that is a tensor of one element."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with attach(tmp_path):
+        for lengths in torch.randint(1, LENGTH, (PASSES, rows, 1)):
+            tokens, labels = torch.randint(20, (2, rows, LENGTH))
+            losses = F.cross_entropy(model(tokens).transpose(1, 2), labels, reduction="none")
+            losses = losses if coefficient is None else losses * torch.tensor([coefficient])
+            ((losses * (torch.arange(LENGTH) < lengths)).mean() / PASSES).backward()
+        optimizer.step()
+    (finding,) = judged(tmp_path).findings
+    assert finding.code == "GS303"
+
+
+def test_wrong_lengths_of_sequences_are_no_weights_of_the_data(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with attach(tmp_path):
+        for lengths in torch.randint(2, LENGTH, (PASSES, 3, 1)):
+            tokens, labels = torch.randint(20, (2, 3, LENGTH))
+            losses = F.cross_entropy(model(tokens).transpose(1, 2), labels, reduction="none")
+            mask = (torch.arange(LENGTH) < lengths).float()
+            (((losses * mask).sum(1) / (mask.sum(1) - 1)).mean() / PASSES).backward()
+        optimizer.step()
+    assert judged(tmp_path).verdict != "clean"

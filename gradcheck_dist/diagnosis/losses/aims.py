@@ -28,7 +28,7 @@ from gradcheck_dist.diagnosis.losses.returned import arrived, looked_at
 from gradcheck_dist.diagnosis.losses.samples import UNDIVIDED, by_samples
 from gradcheck_dist.diagnosis.losses.several_means import main_term
 from gradcheck_dist.diagnosis.losses.shares import Shares, shares_of_mean
-from gradcheck_dist.diagnosis.losses.weighted_tokens import all_beside_weights, all_weighted, turned
+from gradcheck_dist.diagnosis.losses.weighted_tokens import all_weighted, are_batches_of_one, turned
 from gradcheck_dist.diagnosis.losses.written import Written, as_written
 from gradcheck_dist.diagnosis.weights.cells import MAX_SPREAD, SIGMAS, Held, judge
 from gradcheck_dist.events import EXCHANGES_PROBE, SCALED, Exchange, GradWrite
@@ -175,7 +175,7 @@ def _of_losses(
         return _uncounted(objective, data, contributions, measured)
     if groups_of_parts := parts_of_one_loss(data, contributions):
         return _in_parts(objective, counted, groups_of_parts, measured)
-    if not computed and all_beside_weights(contributions) and _wrong(counted, measured):
+    if not computed and are_batches_of_one(contributions) and _wrong(counted, measured):
         beside = _by_elements(objective, data, contributions, measured)
         if beside is not None:
             return beside

@@ -31,6 +31,7 @@ _TURNS = (
     "reward), or something is unlearnt, and what its weights should come to is not known. "
     "gradcheck_dist.mark_loss(loss_sum, num_tokens) on the product tells"
 )
+SHARE_DIGITS = 4
 MEAN_RULES = frozenset({"GS301", "GS302", "GS303", "GS305"})
 
 
@@ -50,11 +51,15 @@ def all_weighted(contributions: Contributions) -> bool:
     return bool(spreads) and min(spreads.values()) > MAX_SPREAD
 
 
-def all_beside_weights(contributions: Contributions) -> bool:
-    """Whether the program multiplies the tokens of each contribution by weights of their own, also where these are one
-    number: the advantage of a batch of one."""
-    gradients = [one.gradient for one in contributions.by_key.values()]
-    return bool(gradients) and all(one is not None and one.beside_weights for one in gradients)
+def are_batches_of_one(contributions: Contributions) -> bool:
+    """Whether the program multiplies all tokens of each contribution by a number of the data, another in some: by the
+    advantage of its sequence."""
+    shares = set()
+    for one in contributions.by_key.values():
+        if one.gradient is None or not one.gradient.batch_of_one or not one.gradient.beside_weights:
+            return False
+        shares.add(round((one.weight or 0.0) / one.gradient.beside_weights, SHARE_DIGITS))
+    return len(shares) > 1
 
 
 def turned(contributions: Contributions) -> frozenset[ContributionKey]:

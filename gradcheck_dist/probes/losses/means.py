@@ -23,6 +23,7 @@ from gradcheck_dist.probes.losses.reductions import (
     Reduced,
     divided_by,
     element_weights,
+    has_own_weights,
     leads_to,
     num_factors,
     num_kept,
@@ -116,7 +117,8 @@ def watch_weighted(recorder: Recorder, current: BackwardPass, root: Root) -> Non
     top, above, parts = summands(root.grad_fn, root.output_nr)
     found = reduced_at(top) if len(parts) == 1 else None
     if found is not None and (found.weighs_alone or found.weighs_sums):
-        term = ReducedTerm(op_of(found.body), num_factors(above), num_sums=found.num if found.weighs_sums else None)
+        term = ReducedTerm(op_of(found.body), num_factors(above), of_one=found.of_one)
+        term.num_sums = found.num if found.weighs_sums else None
         current.reduced.append(term)
         _hook(recorder, current, found.node, functools.partial(_arrived, term, found))
 
@@ -166,6 +168,8 @@ def _arrived(term: ReducedTerm, found: Reduced, grads: tuple[Tensor | None, ...]
         term.num_kept = num_kept(found)
     elif found.masks_sums or term.num_sums is not None:
         term.beneath = (weight / found.num if found.is_mean else weight).reshape(())
+        if term.num_sums is not None:  # lengths that divide alone are no weights of the data
+            term.beneath = term.beneath * has_own_weights(found)
         term.reduced_by = "mean" if found.is_mean else "sum"
         term.num_kept, term.of_sums = num_unmasked(found), True
     has_target = name_of(node) in WITH_REDUCTION

@@ -61,8 +61,9 @@ class Reduced:
     """`node` reduces `num` elements to one. `body` is the node behind what multiplies elements apart, None where `node`
     is torch's own loss; `share` is what of the reduction's gradient arrives at each of its elements, on average, by
     partial means and picks alone, and the `numbers` (nodes) multiply all elements beneath it. `is_weighted`: a tensor
-    without a gradient multiplies them apart (`weights`: such of as many elements); `adds_up`: there are means or sums
-    beneath."""
+    without a gradient multiplies them apart (`weights`: such of as many elements, `factors`: what multiplies and does
+    not divide), `of_one`: or one of a single element, beside which `num_lengths` divide; `adds_up`: there are means or
+    sums beneath."""
 
     node: Any
     is_mean: bool
@@ -73,18 +74,26 @@ class Reduced:
     numbers: list[Any] = field(default_factory=list)
     of_torch: bool = False
     is_weighted: bool = False
+    of_one: bool = False
+    num_lengths: int = 0
     adds_up: bool = False
     weights: list[Tensor] = field(default_factory=list)
+    factors: list[Tensor] = field(default_factory=list)
 
     @property
     def weighs_alone(self) -> bool:
         """Whether weights of elements are all that multiplies them beneath the reduction."""
-        return self.is_weighted and not (self.adds_up or self.numbers)
+        return self._weighs and not self.adds_up
 
     @property
     def weighs_sums(self) -> bool:
         """Whether tensors alone multiply elements that are sums themselves, or what these go over."""
-        return self.is_weighted and self.adds_up and not self.numbers
+        return self._weighs and self.adds_up
+
+    @property
+    def _weighs(self) -> bool:
+        num_numbers = len(self.numbers) - (self.num_lengths if self.of_one else 0)
+        return (self.is_weighted or self.of_one) and not num_numbers
 
     @property
     def masks_sums(self) -> bool:
@@ -257,12 +266,15 @@ def _descend(found: Reduced, edge: Edge) -> bool:
         if name in FACTORS:
             other = other_operand(node)
             # What has dimensions stands for the data, also in a batch of one: its advantage.
-            is_tensor = other is not None and (other.numel() > 1 or other.dim() > 0)
-            if name != "NegBackward" and not is_tensor:
+            of_one = name == "MulBackward" and other is not None and other.numel() == 1 and other.dim() > 0
+            if name != "NegBackward" and not of_one and (other is None or other.numel() == 1):
                 found.numbers.append(node)
-            if other is not None and is_tensor:
+                found.num_lengths += other is not None and other.dim() > 0
+            if other is not None and other.numel() > 1:
                 found.is_weighted = True
                 found.weights += [other] if prod(shape) == found.num else []
+                found.factors += [other] if name == "MulBackward" else []
+            found.of_one |= of_one
         elif name in ("MeanBackward", *_SUMS) or name.startswith(_PICKS):
             sizes = _shape(operands[0])
             if sizes is None:
@@ -319,6 +331,12 @@ def num_kept(found: Reduced) -> Tensor | None:
         is_mask = (~used | (one.detach().reshape(-1) == 1)).all()
         kept = (used | ~is_mask) & (True if kept is None else kept)
     return None if kept is None else kept.sum()
+
+
+def has_own_weights(found: Reduced) -> bool | Tensor:
+    """Whether something but masks multiplies elements apart, or what they are sums of: a bool, or 0-d on its device."""
+    others = [((one.detach() != 0) & (one.detach() != 1)).any() for one in found.factors if type(one) is Tensor]
+    return True if found.of_one else torch.stack(others).any() if others else False
 
 
 def num_unmasked(found: Reduced) -> int | Tensor:
