@@ -96,8 +96,7 @@ def leave_statistics_open(verdicts: Sequence[StepVerdict]) -> None:
     divided = [(one, one.own_divisors) for one in judged if one.own_divisors is not None]
     found = [_at_loss(verdict.findings) for verdict, _ in divided]
     accused = [one.first_event for here in found for one in here if one.first_event is not None]
-    few = sum(map(bool, found)) < max(LEAST_STEPS, len(judged) - 1)
-    if len(divided) < len(judged) or (few and not _without_shape(divided)):
+    if len(divided) < len(judged) or sum(map(bool, found)) < max(LEAST_STEPS, len(judged) - 1):
         return
     if len({(event.file, event.line) for event in accused}) != 1 or not _change([numbers for _, numbers in divided]):
         return
@@ -111,25 +110,15 @@ def leave_statistics_open(verdicts: Sequence[StepVerdict]) -> None:
     if len(numbers.all) > len(numbers.by_rank):
         several = f" (by {'data rank and ' if several else ''}backward pass)"
     why = "no count makes most of these" if known is False else "rounded so far that no count could be told from these"
-    others = " in every other step by other numbers," if len(divided) > 1 else ""
     reason = (
-        f"the losses divide by {told}{several} in step {first.context.step},{others} and {why}: a running mean or "
-        f"another {OF_THE_DATA}"
+        f"the losses divide by {told}{several} in step {first.context.step}, in every other step by other numbers, and "
+        f"{why}: a running mean or another {OF_THE_DATA}"
     )
     for (verdict, _), here in zip(divided, found, strict=True):
         if here:
             verdict.findings = [one for one in verdict.findings if one not in here]
             verdict.effects.clear()
             verdict.reasons.append(reason)
-
-
-def _without_shape(divided: Sequence[tuple[StepVerdict, OwnDivisors]]) -> bool:
-    """Whether few steps have losses that divide by several numbers, whose pattern is none that a fault has."""
-    shapes = [verdict.shape_of(one) for verdict, _ in divided for one in _at_loss(verdict.findings)]
-    values = sorted(one.value for _, numbers in divided for one in numbers.all)
-    rounding = max((numbers.rounding for _, numbers in divided), default=0.0)
-    apart = 1 + sum(other > one * (1 + rounding) for one, other in pairwise(values))
-    return bool(shapes) and all(one is not None and one.kind == "other" for one in shapes) and apart >= LEAST_STEPS
 
 
 def _at_loss(findings: Iterable[Finding]) -> list[Finding]:
