@@ -92,7 +92,8 @@ class LossGradient(ReducedGradient, tag="loss_gradient"):
     `sample_weight` on average and differ from that of the least by `sample_spread`, relative; `shortest_sample` and
     `longest_sample` are the numbers of tokens of one. `beside_weights` multiplies each token beside a weight of its
     own, where these are all that weighs tokens apart; masks among these keep `num_kept`, and in a `batch_of_one` one of
-    them is one number for all tokens (an advantage). `part_of` numbers what several
+    them is one number for all tokens (an advantage); `of_means`: what is reduced are sums of tokens that tensors
+    divide, as the means of sequences are. `part_of` numbers what several
     losses of one pass are parts of: the same weight made their classes, of other rows. `logits` numbers the logits that
     several losses of one pass compare, each with labels of its own. `class_scale`: of a loss that is known by the
     gradient of its logits z, the mean of the logarithm of what exp(z) is multiplied by there, which is one number on
@@ -122,6 +123,7 @@ class LossGradient(ReducedGradient, tag="loss_gradient"):
     beside_weights: float | None = None
     num_kept: Count | None = None
     batch_of_one: bool = False
+    of_means: bool = False
     part_of: Index | None = None
     class_scale: float | None = None
     logits: Index | None = None

@@ -332,3 +332,27 @@ def test_heads_that_are_divided_behind_the_loss_by_as_many_as_passes_are_left_op
     assert (report.verdict, report.findings) == ("undetermined", [])
     assert "one division by ranks or passes too many" in report.reasons[0]
     assert trained(tmp_path / "right", heads, lambda _: 2, ((3, 5), (3, 5)), behind=2).verdict == "clean"
+
+
+def labelled_by_flat_rows(logits: Tensor, labels: Tensor) -> Tensor:
+    """Each row's mean, of losses that are computed of all rows at once: nothing tells where one ends."""
+    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
+    return (losses.sum(1) / (labels >= 0).sum(1)).sum()
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_rows_of_one_length_that_look_like_one_are_counted_by_their_means(tmp_path: Path, beside: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 9))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = [(5,), (4, 4), (3,)]
+    num = sum(map(len, batches))
+    with attach(tmp_path):
+        for lengths in batches:
+            tokens, labels = torch.randint(9, (2, len(lengths), 6))
+            logits = model(tokens)
+            labels = torch.where(torch.arange(6) < torch.tensor(lengths)[:, None], labels, -100)
+            loss = labelled_by_flat_rows(logits, labels) / num
+            (loss + 0.01 * logits.square().mean() / len(batches) if beside else loss).backward()
+        optimizer.step()
+    assert diagnose(read_run(tmp_path)).verdict == "clean"

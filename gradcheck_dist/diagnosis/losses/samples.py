@@ -113,12 +113,24 @@ def _neighbours_apart(
     return apart
 
 
+def _of_means(one: Contribution) -> float | None:
+    """What each sequence weighs, where a pass reduces their means with no weights of the data."""
+    told = one.gradient if one.num_losses == 1 else None
+    return told.beside_weights if told is not None and told.of_means and not told.num_reduced else None
+
+
 def _number(
     one: Contribution, samples: Mapping[ContributionKey, Samples], key: ContributionKey, rounding: float
 ) -> int:
     """How many sequences a pass holds: neighbours of one length look like one that is longer, where no other length
     beside them tells, so that they weigh as several of another pass of this rank."""
     own = samples[key]
+    beside = _of_means(one)
+    if beside is not None:
+        times = own.total / own.num / beside
+        whole = max(round(times), 1)
+        if abs(times / whole - 1) <= rounding and not (own.shortest % whole or own.longest % whole):
+            return own.num * whole
     if own.differ or own.num > 1:
         return own.num
     told = [of.total / of.num for other, of in samples.items() if of.differ and other[0] == key[0]]

@@ -9,7 +9,7 @@ of one kind: they are told by calls from elsewhere, or by targets that are one n
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import torch
@@ -111,13 +111,18 @@ def watch(recorder: Recorder, current: BackwardPass, root: Root, passes: Passes)
         _hook(recorder, current, top[0], functools.partial(_summed, current))
 
 
-def watch_weighted(recorder: Recorder, current: BackwardPass, root: Root) -> None:
-    """Note what multiplies all elements of the one mean or sum that a root is, where tensors weigh these apart, or the
-    tokens that they are sums of (by the advantages of sequences, and their lengths)."""
+def watch_weighted(recorder: Recorder, current: BackwardPass, root: Root, ids: Container[Any]) -> None:
+    """Note what multiplies all elements of the one mean or sum of a counted loss (`ids`, by its node) that a root is or
+    adds up, where tensors weigh these apart, or the tokens that they are sums of (advantages of sequences, lengths)."""
     top, above, parts = summands(root.grad_fn, root.output_nr)
-    found = reduced_at(top) if len(parts) == 1 else None
-    if found is not None and (found.weighs_alone or found.weighs_sums):
-        term = ReducedTerm(op_of(found.body), num_factors(above), of_one=found.of_one)
+    parts = parts if len(parts) > 1 else [(top, [])]
+    reduced = [(found, factors) for edge, factors in parts if (found := reduced_at(edge)) is not None]
+    weighs = [(found, factors) for found, factors in reduced if found.weighs_alone or found.weighs_sums]
+    if len(parts) > 1:
+        weighs = [(found, factors) for found, factors in weighs if leads_to((found.body, 0), ids) is not None]
+    if len(weighs) == 1:
+        found, factors = weighs[0]
+        term = ReducedTerm(op_of(found.body), num_factors([*above, *factors]), of_one=found.of_one)
         term.num_sums = found.num if found.weighs_sums else None
         current.reduced.append(term)
         _hook(recorder, current, found.node, functools.partial(_arrived, term, found))
@@ -169,7 +174,8 @@ def _arrived(term: ReducedTerm, found: Reduced, grads: tuple[Tensor | None, ...]
     elif found.masks_sums or term.num_sums is not None:
         term.beneath = (weight / found.num if found.is_mean else weight).reshape(())
         if term.num_sums is not None:  # lengths that divide alone are no weights of the data
-            term.beneath = term.beneath * has_own_weights(found)
+            term.num_sums = term.num_sums * has_own_weights(found)
+            term.of_means = found.has_lengths
         term.reduced_by = "mean" if found.is_mean else "sum"
         term.num_kept, term.of_sums = num_unmasked(found), True
     has_target = name_of(node) in WITH_REDUCTION

@@ -62,8 +62,8 @@ class Reduced:
     is torch's own loss; `share` is what of the reduction's gradient arrives at each of its elements, on average, by
     partial means and picks alone, and the `numbers` (nodes) multiply all elements beneath it. `is_weighted`: a tensor
     without a gradient multiplies them apart (`weights`: such of as many elements, `factors`: what multiplies and does
-    not divide), `of_one`: or one of a single element, beside which `num_lengths` divide; `adds_up`: there are means or
-    sums beneath."""
+    not divide), `of_one`: or one of a single element, beside which `num_lengths` divide; `has_lengths`: tensors divide
+    them; `adds_up`: there are means or sums beneath."""
 
     node: Any
     is_mean: bool
@@ -76,6 +76,7 @@ class Reduced:
     is_weighted: bool = False
     of_one: bool = False
     num_lengths: int = 0
+    has_lengths: bool = False
     adds_up: bool = False
     weights: list[Tensor] = field(default_factory=list)
     factors: list[Tensor] = field(default_factory=list)
@@ -274,6 +275,7 @@ def _descend(found: Reduced, edge: Edge) -> bool:
                 found.is_weighted = True
                 found.weights += [other] if prod(shape) == found.num else []
                 found.factors += [other] if name == "MulBackward" else []
+                found.has_lengths |= name == "DivBackward"
             found.of_one |= of_one
         elif name in ("MeanBackward", *_SUMS) or name.startswith(_PICKS):
             sizes = _shape(operands[0])

@@ -102,7 +102,7 @@ def look(
         if current.computed or not (found.known or picks) or any(map(has_several, found.known)):
             means.watch(recorder, current, roots[0], passes)
         elif recorder.sampling:
-            means.watch_weighted(recorder, current, roots[0])
+            means.watch_weighted(recorder, current, roots[0], ids)
         counts_nothing = not (found.known or found.cross_entropies or picks)
         if counts_nothing or not current.other_losses:
             _tell_value(recorder, current, roots[0])

@@ -37,7 +37,8 @@ class ReducedTerm:
     list, or a Later of them). `arrived` is its gradient, `mean_weight` the same where it is a mean of errors, distances
     or margins, `elements` what it goes over: fields of a ReducedGradient. `beneath`: what multiplies each beside a
     weight of its own, `num_kept` how many masks keep; `of_sums`: of elements that are sums themselves, `num_sums` of
-    them where they are sums of tokens; `of_one`: a tensor of a single element is among the weights."""
+    them where they are sums of tokens with weights of their own, `of_means`: which lengths divide; `of_one`: a tensor
+    of a single element is among the weights."""
 
     op: str
     num_factors: Any
@@ -49,7 +50,8 @@ class ReducedTerm:
     reduced_by: str | None = None
     num_kept: int | Tensor | None = None
     of_sums: bool = False
-    num_sums: int | None = None
+    num_sums: int | Tensor | None = None
+    of_means: bool = False
     of_one: bool = False
 
     @property
@@ -61,6 +63,7 @@ class ReducedTerm:
         told = {"num_factors": self.num_factors, "reduced_by": self.reduced_by, "beside_weights": weight}
         told |= {"num_kept": self.num_kept} if self.num_kept is not None else {}
         told |= {"batch_of_one": True} if self.of_one else {}
+        told |= {"of_means": True} if self.of_means else {}
         return told | ({"num_reduced": self.num_sums} if self.num_sums is not None else {})
 
     @property
