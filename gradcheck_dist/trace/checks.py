@@ -15,34 +15,40 @@ SIZES = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
 
 
 class Checks:
-    """Takes records in their order and remembers the tables that later ones refer to, and whether a second trace began.
-    `unsound`: which records of the last frame failed."""
+    """Takes records in their order and remembers the tables that later ones refer to. `unsound`: which records of the
+    last frame failed."""
 
     def __init__(self) -> None:
         self.params: dict[int, Param] = {}
         self.plans: dict[int, Plan] = {}
         self.unsound: tuple[int, ...] = ()
         self._begun = False
-        self.joined = False
+        self._joined = False
+
+    def of_one_trace(self, records: list[Any], note: Callable[[str], None]) -> list[Any]:
+        """The records of a frame, as they come first in a file, up to where a second trace begins, which is named."""
+        if self._joined:
+            return []
+        for index, record in enumerate(records):
+            if type(record) is Header:
+                self._begun, self._joined = True, self._begun
+                if self._joined:
+                    note("a second header begins another trace, which is left out: this file was joined from several")
+                    return records[:index]
+        return records
 
     def sort(self, records: list[AnyRecord], note: Callable[[str], None]) -> list[AnyRecord]:
         """The records that are sound; each other is named to `note`."""
         sound, self.unsound = [], ()
         for index, record in enumerate(records):
             check: Any = _CHECKS.get(type(record))
-            problem = check(self, record) if check is not None and not self.joined else ""
-            if self.joined and not problem:
-                self.unsound += (index,)
-            elif problem:
+            problem = check(self, record) if check is not None else ""
+            if problem:
                 self.unsound += (index,)
                 note(f"a {record.__struct_config__.tag} record {problem}")
             else:
                 sound.append(record)
         return sound
-
-    def _header(self, header: Header) -> str:
-        self._begun, self.joined = True, self._begun
-        return "begins another trace, which is left out: this file was joined from several" if self.joined else ""
 
     def _param(self, param: Param) -> str:
         known = self.params.get(param.id)
@@ -120,7 +126,6 @@ def _ends(positions: bytes) -> tuple[int, int]:
 
 
 _CHECKS = {
-    Header: Checks._header,
     Param: Checks._param,
     ParamValues: Checks._param_values,
     Plan: Checks._plan,

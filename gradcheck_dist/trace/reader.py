@@ -215,7 +215,12 @@ class TraceTail:
         except UNDECODABLE as error:
             self._note_damage(Damage(offset, len(payload), f"records cannot be decoded: {error}"))
             return 0
-        sound = self._checks.sort(records, lambda words: self._note_damage(Damage(offset, len(payload), words)))
+
+        def note(words: str) -> None:
+            self._note_damage(Damage(offset, len(payload), words))
+
+        records = self._checks.of_one_trace(records, note)
+        sound = self._checks.sort(records, note)
         steps = (step for record in reversed(records) if (step := getattr(record, "step", None)) is not None)
         self._step = next(steps, self._step)
         self._receive(self.trace, sound)

@@ -210,9 +210,7 @@ class RankFile:
             return
         steps: set[int] = set()
         tables = []
-        for record in records:
-            if self._checks.joined:
-                break
+        for record in self._checks.of_one_trace(records, lambda words: self._damage(Damage(at, len(payload), words))):
             step = getattr(record, "step", None)
             if step is None:
                 if type(record) is StepColumns:
