@@ -120,7 +120,7 @@ def watch_weighted(recorder: Recorder, current: BackwardPass, root: Root, ids: C
     weighs = [(found, factors) for found, factors in reduced if found.weighs_alone or found.weighs_sums]
     if len(parts) > 1:
         weighs = [(found, factors) for found, factors in weighs if leads_to((found.body, 0), ids) is not None]
-    if len(weighs) == 1:
+    if len(weighs) == 1 and (len(parts) == 1 or len(current.direct) == 1):
         found, factors = weighs[0]
         term = ReducedTerm(op_of(found.body), num_factors([*above, *factors]), of_one=found.of_one)
         term.num_sums = found.num if found.weighs_sums else None
