@@ -93,12 +93,11 @@ class LossGradient(ReducedGradient, tag="loss_gradient"):
     `longest_sample` are the numbers of tokens of one. `beside_weights` multiplies each token beside a weight of its
     own, where these are all that weighs tokens apart; masks among these keep `num_kept`, and in a `batch_of_one` one of
     them is one number for all tokens (an advantage); `of_means`: what is reduced are sums of tokens that tensors
-    divide, as the means of sequences are. `part_of` numbers what several
-    losses of one pass are parts of: the same weight made their classes, of other rows. `logits` numbers the logits that
-    several losses of one pass compare, each with labels of its own. `class_scale`: of a loss that is known by the
-    gradient of its logits z, the mean of the logarithm of what exp(z) is multiplied by there, which is one number on
-    all ranks that hold a part of the classes; where its own part does not tell the weight (no label lies there), the
-    loss is of reduction "unknown".
+    divide, as the means of sequences are. `part_of` numbers what several losses of one pass are parts of: the same
+    weight made their classes, of other rows. `logits` numbers the logits that several losses of one pass compare, each
+    with labels of its own. `class_scale`: of a loss that is known by the gradient of its logits z, the mean of the
+    logarithm of what exp(z) is multiplied by there, which is one number on all ranks that hold a part of the classes;
+    where its own part does not tell the weight (no label lies there), the loss is of reduction "unknown".
     """
 
     loss_id: int

@@ -156,3 +156,18 @@ def test_wrong_lengths_of_sequences_are_no_weights_of_the_data(tmp_path: Path) -
             (((losses * mask).sum(1) / (mask.sum(1) - 1)).mean() / PASSES).backward()
         optimizer.step()
     assert judged(tmp_path).verdict != "clean"
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_coefficient_of_one_element_is_a_number_before_a_mean(tmp_path: Path, rows: int) -> None:
+    """Means that count nothing: they may have coefficients, and no division is missing."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(6, 5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with attach(tmp_path):
+        for _ in range(PASSES):
+            squares = (model(torch.randn(rows, 6)) - torch.randn(rows, 5)) ** 2
+            (squares.mean(1) * torch.tensor([0.5])).mean().backward()
+        optimizer.step()
+    report = judged(tmp_path)
+    assert (report.verdict, report.findings) == ("undetermined", [])

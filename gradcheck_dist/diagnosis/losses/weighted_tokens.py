@@ -32,6 +32,7 @@ _TURNS = (
     "gradcheck_dist.mark_loss(loss_sum, num_tokens) on the product tells"
 )
 SHARE_DIGITS = 4
+"""Decimals to which shares of tokens are told apart: rounding moves one number by less."""
 MEAN_RULES = frozenset({"GS301", "GS302", "GS303", "GS305"})
 
 

@@ -62,8 +62,8 @@ class Reduced:
     is torch's own loss; `share` is what of the reduction's gradient arrives at each of its elements, on average, by
     partial means and picks alone, and the `numbers` (nodes) multiply all elements beneath it. `is_weighted`: a tensor
     without a gradient multiplies them apart (`weights`: such of as many elements, `factors`: what multiplies and does
-    not divide), `of_one`: or one of a single element, beside which `num_lengths` divide; `has_lengths`: tensors divide
-    them; `adds_up`: there are means or sums beneath."""
+    not divide), `has_lengths`: one divides them; `of_one`: a tensor of one element multiplies them that may be data, as
+    `num_of_one` of the numbers may be; `adds_up`: there are means or sums beneath."""
 
     node: Any
     is_mean: bool
@@ -75,7 +75,7 @@ class Reduced:
     of_torch: bool = False
     is_weighted: bool = False
     of_one: bool = False
-    num_lengths: int = 0
+    num_of_one: int = 0
     has_lengths: bool = False
     adds_up: bool = False
     weights: list[Tensor] = field(default_factory=list)
@@ -93,7 +93,8 @@ class Reduced:
 
     @property
     def _weighs(self) -> bool:
-        num_numbers = len(self.numbers) - (self.num_lengths if self.of_one else 0)
+        """Whether tensors weigh elements, and no number multiplies all of them; one that may be data is none here."""
+        num_numbers = len(self.numbers) - (self.num_of_one if self.of_one else 0)
         return (self.is_weighted or self.of_one) and not num_numbers
 
     @property
@@ -266,17 +267,17 @@ def _descend(found: Reduced, edge: Edge) -> bool:
             return edge[1] == 0
         if name in FACTORS:
             other = other_operand(node)
-            # What has dimensions stands for the data, also in a batch of one: its advantage.
-            of_one = name == "MulBackward" and other is not None and other.numel() == 1 and other.dim() > 0
-            if name != "NegBackward" and not of_one and (other is None or other.numel() == 1):
+            if name != "NegBackward" and (other is None or other.numel() == 1):
                 found.numbers.append(node)
-                found.num_lengths += other is not None and other.dim() > 0
+                # What has dimensions may stand for the data of a batch of one: its advantage, its length.
+                of_one = other is not None and other.dim() > 0
+                found.num_of_one += of_one
+                found.of_one |= of_one and name == "MulBackward"
             if other is not None and other.numel() > 1:
                 found.is_weighted = True
                 found.weights += [other] if prod(shape) == found.num else []
                 found.factors += [other] if name == "MulBackward" else []
                 found.has_lengths |= name == "DivBackward"
-            found.of_one |= of_one
         elif name in ("MeanBackward", *_SUMS) or name.startswith(_PICKS):
             sizes = _shape(operands[0])
             if sizes is None:
