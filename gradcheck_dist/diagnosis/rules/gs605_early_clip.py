@@ -4,7 +4,8 @@
 Finds clips that act on gradients to which a later backward of the same step adds, or which are combined over ranks
 only afterwards: each microbatch, or each rank, gets a coefficient of its own. And clips that act before a line of the
 trainer's own divides the same gradients, or some of them, by tokens, passes or ranks, which makes their weights right.
-A max_norm that is a written number times that divisor is taken to be meant.
+A max_norm that is a written number times that divisor is taken to be meant. A reduction to which all ranks bring the
+same (an average once more, to be sure) completes nothing.
 
 ## Why it matters
 The step's gradient is no mean over tokens any more: what has a large gradient weighs less, and how much less depends
