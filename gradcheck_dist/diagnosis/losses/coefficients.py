@@ -12,13 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from gradcheck_dist.diagnosis.losses.weighted_tokens import drop_of_constants
+from gradcheck_dist.diagnosis.weights.cells import loss_rounding
 from gradcheck_dist.ledger.contributions import Contribution, ContributionKey
 
 if TYPE_CHECKING:
     from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
 
 ALIKE = 1e-3
-"""Relative; coefficients that somebody wrote lie further apart."""
+"""Relative; coefficients that somebody wrote lie further apart. Of losses in a coarser type, its rounding:"""
 SHARE = 2
 """So many contributions a number at least, on average: else any numbers would be few."""
 
@@ -39,19 +40,21 @@ def leave_coefficients_open(verdicts: Sequence[StepVerdict]) -> None:
     if not at_loss or any(one.code in COUNTED_APART for one in found):
         return
     counted = [verdict for verdict in verdicts if verdict.contributions.by_key and not verdict.context.relative]
+    alike = max([ALIKE, *(loss_rounding(verdict.contributions) for verdict in counted)])
     if not any(
-        len(_apart([one.weight or 0.0 for one in verdict.contributions.by_key.values()])) > 1 for verdict in counted
+        len(_apart([one.weight or 0.0 for one in verdict.contributions.by_key.values()], alike)) > 1
+        for verdict in counted
     ):
         return  # sums over tokens, however many each pass holds
     as_they_are = [_values(verdict, _at_loss) for verdict in counted]
-    levels = _levels([value for values in as_they_are for value in values.values()])
+    levels = _levels([value for values in as_they_are for value in values.values()], alike)
     if levels and not _unsystematic([_as_levels(values, levels) for values in as_they_are]):
         return  # sums that follow ranks or passes, and are divided behind the loss by another count in each step
     means = any(one.code == MEANS for one in found)
     for reading in (_of_mean,) if means else (_of_mean, _of_token):
         steps = [_values(verdict, reading) for verdict in counted]
-        levels = _levels([value for values in steps for value in values.values()])
-        if levels and _follow_counts(counted, steps):
+        levels = _levels([value for values in steps for value in values.values()], alike)
+        if levels and _follow_counts(counted, steps, alike):
             return
         if levels and _unsystematic([_as_levels(values, levels) for values in steps]):
             least = levels[0] if levels[0] > 0 else 1.0
@@ -84,12 +87,12 @@ def _values(verdict: StepVerdict, reading: Reading) -> dict[ContributionKey, flo
     return {key: reading(verdict, one) for key, one in verdict.contributions.by_key.items()}
 
 
-def _follow_counts(verdicts: Sequence[StepVerdict], steps: Sequence[Values]) -> bool:
+def _follow_counts(verdicts: Sequence[StepVerdict], steps: Sequence[Values], alike: float) -> bool:
     """Whether one power of its tokens, of those of its rank, or of those of its rank's last pass, makes each number of
     a step: few counts make few numbers, too."""
     own = [{key: one.num_tokens or 0 for key, one in verdict.contributions.by_key.items()} for verdict in verdicts]
     readings = (own, [_of_rank(of_step) for of_step in own], [_of_last_pass(of_step) for of_step in own])
-    return any(_powers_make(counts, steps) for counts in readings)
+    return any(_powers_make(counts, steps, alike) for counts in readings)
 
 
 def _of_last_pass(counts: Mapping[ContributionKey, int]) -> dict[ContributionKey, int]:
@@ -104,30 +107,30 @@ def _of_rank(counts: Mapping[ContributionKey, int]) -> dict[ContributionKey, int
     return {key: of_rank[key[0]] for key in counts}
 
 
-def _powers_make(counts: Sequence[Mapping[ContributionKey, int]], steps: Sequence[Values]) -> bool:
+def _powers_make(counts: Sequence[Mapping[ContributionKey, int]], steps: Sequence[Values], alike: float) -> bool:
     if not all(all(of_step.values()) for of_step in counts):
         return False
     if len({count for of_step in counts for count in of_step.values()}) < LEAST_COUNTS:
         return False
     return any(
         all(
-            len(_apart([value / of_step[key] ** power for key, value in values.items()])) == 1
+            len(_apart([value / of_step[key] ** power for key, value in values.items()], alike)) == 1
             for values, of_step in zip(steps, counts, strict=True)
         )
         for power in POWERS
     )
 
 
-def _levels(values: Sequence[float]) -> list[float]:
+def _levels(values: Sequence[float], alike: float) -> list[float]:
     """The numbers that occur, the least first; none where there are too many of them, or one alone."""
-    levels = _apart(values)
+    levels = _apart(values, alike)
     return levels if 1 < len(levels) <= len(values) // SHARE else []
 
 
-def _apart(values: Sequence[float]) -> list[float]:
+def _apart(values: Sequence[float], alike: float) -> list[float]:
     levels: list[float] = []
     for value in sorted(values):
-        if not levels or abs(value - levels[-1]) > ALIKE * abs(value):
+        if not levels or abs(value - levels[-1]) > alike * abs(value):
             levels.append(value)
     return levels
 

@@ -263,9 +263,10 @@ def tell_loss(
     num_tokens: int | Tensor | None,
     site: Site | None = None,
     known: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> int:
     """Record a loss that was found behind its evaluation; returns its id. `known`: whether it is one that counts
-    anything, where that is still on an accelerator."""
+    anything, where that is still on an accelerator. `dtype`: what its gradient is rounded to."""
     loss_id = recorder.next_seq()
     recorder.emit(
         Loss if known is None else perhaps.loss,
@@ -277,6 +278,7 @@ def tell_loss(
         num_tokens=num_tokens,
         num_labels=labels.numel() if labels is not None else None,
         label_hash=label_hash(labels) if labels is not None else None,
+        **({} if dtype is None else {"dtype": str(dtype).removeprefix("torch.")}),
         **({} if known is None else {"known": known}),
     )
     if recorder.impulses is not None and labels is not None:

@@ -167,6 +167,12 @@ def _is_squared_logsumexp(node: Any) -> bool:
     return bool(operands) and all(name_of(operand) == "LogsumexpBackward" for operand in operands)
 
 
+def dtype_of(node: Any, output: int) -> torch.dtype | None:
+    """Of an output of a node; None where this torch does not tell."""
+    outputs = getattr(node, "_input_metadata", ())
+    return outputs[output].dtype if output < len(outputs) else None
+
+
 def edges_of(node: Any) -> list[tuple[Any, int]]:
     """The inputs of a node that have a gradient: other nodes, and which of their outputs."""
     return [edge for edge in node.next_functions if not _is_number(*edge)] if node is not None else []

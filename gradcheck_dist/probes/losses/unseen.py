@@ -22,7 +22,7 @@ from gradcheck_dist.probes.backward.roots import Root
 from gradcheck_dist.probes.losses import by_gradient, heads, label_smoothing, log_probs, means
 from gradcheck_dist.probes.losses.label_functions import Labelled
 from gradcheck_dist.probes.losses.loss import gradient_arrived, is_inside_of_a_loss, tell_loss, tell_whole
-from gradcheck_dist.probes.losses.loss_graph import PICKS, dim_of, function_of, name_of, search
+from gradcheck_dist.probes.losses.loss_graph import PICKS, dim_of, dtype_of, function_of, name_of, search
 from gradcheck_dist.probes.losses.loss_terms import emit_term, uncounted_terms, watch_terms
 from gradcheck_dist.probes.losses.same_logits import on_same_logits
 from gradcheck_dist.probes.parameters.stand_ins import is_host
@@ -132,7 +132,8 @@ def _told_once(recorder: Recorder, node: Any, op: str, reduction: str, *fields: 
     """The id of a loss that is recorded now, or was when an earlier pass of the step differentiated it."""
     told = {} if node is None else node.metadata.setdefault(TOLD, {})  # a parameter may be the loss
     if told.get(output, (None, 0))[0] != recorder.step:
-        told[output] = recorder.step, tell_loss(recorder, op, reduction, *fields)
+        dtype = None if node is None else dtype_of(node, output)
+        told[output] = recorder.step, tell_loss(recorder, op, reduction, *fields, dtype=dtype)
     return int(told[output][1])
 
 
@@ -197,7 +198,7 @@ def _count_nothing_inside(recorder: Recorder, node: Any) -> None:
 def _watch_soft_targets(recorder: Recorder, node: Any) -> None:
     """Where targets sum to 1 over the classes, the gradients that arrive at log-probabilities sum to -weight. No number
     of labels tells passes over all of them from passes that each take some, so it is another loss in each."""
-    loss_id = tell_loss(recorder, "log_softmax", "none", None, None)
+    loss_id = tell_loss(recorder, "log_softmax", "none", None, None, dtype=dtype_of(node, 0))
     dim = dim_of(node)
     _hook(recorder, node, lambda grad: log_probs.gradient_arrived(recorder, grad.sum(dim), loss_id=loss_id))
 
