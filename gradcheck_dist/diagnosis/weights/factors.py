@@ -17,6 +17,8 @@ SURE = 0.02
 """What chance would make more often than this convicts nobody."""
 BY_CHANCE = 0.25
 """A kind of name is not tried where so many of its kind would hit a number by chance."""
+RATIO_BY_CHANCE = 0.05
+"""As BY_CHANCE, of names that multiply by one quantity and divide by another, which few faults do."""
 TOKENS = "num_tokens"
 SMALL = 16
 TWICE = 1.5
@@ -106,10 +108,12 @@ def name_number(
             num_choices = comb(len(usable), count) * (2**count if most == 1 else 4**count - 2**count)
             if num_choices * 2 * tolerance / SPAN > BY_CHANCE and (count, most) != (1, 1):
                 return sorted(found, key=_simplest)[:8]
+            ratios = num_choices * 2 * tolerance / SPAN <= RATIO_BY_CHANCE
             choices, numbers = _products(tuple(sorted(usable.items())), count, most)
             for index in np.flatnonzero(np.abs(numbers / value - 1.0) <= tolerance):
                 powers, number = choices[index], float(numbers[index])
-                if _coincides(powers, number):
+                is_ratio = min(power for _, power in powers) < 0 < max(power for _, power in powers)
+                if _coincides(powers, number) or (is_ratio and not ratios):
                     continue
                 far = sum(name not in near for name, _ in powers)
                 miss = abs(number / value - 1.0) / max(tolerance, 1e-12)

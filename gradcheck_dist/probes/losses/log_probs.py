@@ -182,6 +182,12 @@ def _are_apart(weights: Tensor) -> bool:
     return bool(len(used)) and bool(used.max() - used.min() > ALIKE * used.abs().max())
 
 
+def without_rounding(weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """Sums of numbers that were rounded to `dtype`, one a token, as their mean where no more than that parts them."""
+    mean = weights.sum() / (weights != 0).sum().clamp_min(1)
+    return torch.where((weights - mean).abs() <= torch.finfo(dtype).eps * mean.abs(), mean, weights)
+
+
 def summary(weights: Tensor) -> TokenWeights:
     """Of one float64 number a token; zero is no token."""
     used = weights != 0
