@@ -28,7 +28,7 @@ def compare_leaves(call: RootCall, played: Replay) -> list[Result]:
     if call.several:
         reason = "several forward passes of it share a backward, so what arrives at the parameters is their sum"
         return [Result("", Target("leaf", "", ()), "undetermined", reason=reason)]
-    results, alike, others = [], 0, []
+    results, alike, others, numbers = [], 0, [], []
     for name, trained in call.leaves.items():
         replayed = played.gradients.get(name)
         if replayed is None or replayed.shape != trained.shape or not float(replayed.norm()) > 0:
@@ -45,16 +45,25 @@ def compare_leaves(call: RootCall, played: Replay) -> list[Result]:
             numerical = float(replayed.norm())
             error = rest * numerical
             shape: Any = "scaled"
-            results.append(Result(path, target, "wrong", observed, numerical, error, factor, "", shape))
+            found = Result(path, target, "wrong", observed, numerical, error, factor, "", shape)
+            (results if trained.numel() > 1 else numbers).append(found)
         else:
             alike += 1
     factors = [result.factor or 0.0 for result in results]
+    hooked = " too, or a hook multiplies it" if numbers and not others else " too"
+    for found in numbers:  # one number is a multiple of any other: it bears out what longer gradients show
+        if any(abs((found.factor or 0.0) - factor) <= ACCUSE * abs(factor) for factor in factors):
+            results.append(found)
+        else:
+            others.append(f"{found.path}.{found.target.name}".removeprefix("."))
     if len(results) > 1 and not alike and not others and max(factors) - min(factors) <= ACCUSE * abs(factors[0]):
         results = [replace(results[0], path="", target=Target("leaf", ALL, ()))]
     if alike:
         results.append(Result("", Target("leaf", f"{alike} parameters", ()), "right"))
     if others:
         more = f" and {len(others) - 1} more" if len(others) > 1 else ""
-        reason = f"the gradient of {others[0]}{more} is not its module's alone: it is used outside of the module too"
+        reason = (
+            f"the gradient of {others[0]}{more} is not its module's alone: it is used outside of the module{hooked}"
+        )
         results.append(Result("", Target("leaf", "", ()), "undetermined", reason=reason))
     return results

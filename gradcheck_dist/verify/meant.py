@@ -18,7 +18,7 @@ from torch.autograd.function import BackwardCFunction
 from gradcheck_dist.verify.attached import nodes_behind
 from gradcheck_dist.verify.function import Function
 from gradcheck_dist.verify.pieces import is_distributed, local
-from gradcheck_dist.verify.result import BENT, LOSS, Result
+from gradcheck_dist.verify.result import BENT, DIFFERENTIATES, LOSS, Result
 from gradcheck_dist.verify.stops import RECEIVED, WRITTEN, Stops
 from gradcheck_dist.verify.targets import Target
 
@@ -35,7 +35,10 @@ def explained(measured: Measured, target: Target, wrong: Result) -> Result:
     if site is not None:
         reason = wrong.reason or (LOSS if measured.scalar else "")
         return replace(wrong, shape="apart", factor=None, site=site, reason=reason)
-    if wrong.shape != "constant" and (stops := _stops(measured, target, wrong)) is not None:
+    stops, held = _held(measured, target, wrong) if wrong.shape != "constant" else (None, False)
+    if stops is not None and not held:
+        return replace(wrong, outcome="undetermined", shape="", factor=None, reason=DIFFERENTIATES)
+    if stops is not None:
         kind = RECEIVED if RECEIVED in stops.found else WRITTEN
         line = stops.found.get(kind)
         reason = f"{kind} at {PurePath(line.file).name}:{line.line}" if line is not None else kind
@@ -76,8 +79,9 @@ def _own_loss_alone(measured: Measured, target: Target) -> Any:
     return measured.site if all(alone) else None
 
 
-def _stops(measured: Measured, target: Target, wrong: Result) -> Stops | None:
-    """The written stop-gradients that, held fixed, leave the gradient right."""
+def _held(measured: Measured, target: Target, wrong: Result) -> tuple[Stops | None, bool]:
+    """The written stop-gradients that, held fixed, leave the gradient right; not, but perhaps so, where forward
+    differentiates, too."""
     stops, function = Stops(), measured.function.module_call
     try:
         function.within = stops.recording
@@ -87,7 +91,10 @@ def _stops(measured: Measured, target: Target, wrong: Result) -> Stops | None:
     finally:
         function.within = None
     found = any(measured.exchange.gather(f"{function.path}/{target.label}/stops", bool(stops.found)))
-    return stops if found and (right or wrong.shape == "cut") else None
+    where = f"{function.path}/{target.label}/differentiates"
+    own = any(measured.exchange.gather(where, stops.differentiates))
+    held = right or wrong.shape == "cut"
+    return (stops, held) if found and (held or own) else (None, False)
 
 
 def _is_bent(measured: Measured, function: Function, target: Target) -> bool:

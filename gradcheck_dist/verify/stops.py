@@ -30,12 +30,15 @@ class Stops:
     """`recording()` once at the point itself, then `held()` around every evaluation.
 
     `found` tells what was held although it would have changed: its kind, and the first line where it happened.
+    `differentiates`: forward runs a backward of its own (forces from an energy). What autograd keeps for that is
+    detached, too, so that it was held and should have changed.
     """
 
     def __init__(self) -> None:
         self._kept: list[Any] = []
         self._next = -1
         self.found: dict[str, Site | None] = {}
+        self.differentiates = False
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -68,6 +71,7 @@ class _Dispatched(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        self._stops.differentiates |= torch._C._current_graph_task_id() != -1
         if any(getattr(kind, "__name__", "") == "DTensor" for kind in types):
             return NotImplemented
         name = func.name().partition(".")[0]

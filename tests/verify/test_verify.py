@@ -160,6 +160,86 @@ def test_a_regularizer_outside_of_the_module_is_no_fault(tmp_path: Path) -> None
     assert any("head.weight" in note and "outside" in note for note in report(tmp_path / "run").coverage.notes)
 
 
+class Tempered(nn.Module):
+    """A model whose logits are multiplied by one trained number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.temperature = Model(), nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.inner(tokens) * self.temperature
+
+
+def test_one_number_that_is_used_outside_of_the_module_is_no_multiple(tmp_path: Path) -> None:
+    model = Tempered()
+    train(model, tmp_path / "run", loss=lambda logits, labels: loss_of(logits, labels) + model.temperature.square())
+    assert accusations(tmp_path / "run") == []
+    assert any("temperature" in note and "outside" in note for note in report(tmp_path / "run").coverage.notes)
+
+
+def test_a_hook_on_all_parameters_is_seen_in_one_number_too(tmp_path: Path) -> None:
+    model = Tempered()
+    for param in model.parameters():
+        param.register_hook(lambda grad: 0.25 * grad)
+    train(model, tmp_path / "run")
+    (found,) = accusations(tmp_path / "run")
+    assert found.factor.observed == pytest.approx(0.25, rel=1e-4)
+
+
+class Forces(nn.Module):
+    """The derivative of an energy, behind a rounding that hands its gradient straight through."""
+
+    def __init__(self, straight: bool = True) -> None:
+        super().__init__()
+        self.embedding, self.inner, self.head = nn.Embedding(VOCAB, 16), nn.Linear(16, 16), nn.Linear(16, VOCAB)
+        self.straight = straight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        x = x + (x.sign() - x).detach() if self.straight else x
+        (force,) = torch.autograd.grad(torch.tanh(self.inner(x)).square().sum(), x, create_graph=True)
+        return self.head(force)
+
+
+@pytest.mark.parametrize("straight", [False, True])
+def test_a_forward_that_differentiates_is_not_accused_of_what_it_cuts_off(straight: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    train(Forces(straight), tmp_path / "run")
+    assert [one for one in accusations(tmp_path / "run") if one.severity != "info"] == []
+    outcomes = {check.outcome for check in checks(tmp_path / "run") if check.module == "Forces"}
+    assert outcomes == ({"right", "undetermined"} if straight else {"right"})
+
+
+class WithoutInput(torch.autograd.Function):
+    """A linear layer whose backward forgets its input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:  # type: ignore[override]
+        return None, grad.flatten(0, -2).T @ ctx.saved_tensors[0].flatten(0, -2)
+
+
+class Forgetful(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(0.3 * torch.randn(16, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + WithoutInput.apply(x, self.weight)
+
+
+def test_a_function_that_gives_its_input_no_gradient_is_named(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    train(nn.Sequential(nn.Embedding(VOCAB, 16), Forgetful(), nn.Linear(16, VOCAB)), tmp_path / "run")
+    (found,) = accusations(tmp_path / "run")
+    assert "WithoutInput" in found.pattern and report(tmp_path / "run").reasons == []
+
+
 def test_a_forward_that_depends_on_its_surroundings_is_undetermined(tmp_path: Path) -> None:
     class Moody(nn.Module):
         factor = 2.0

@@ -73,7 +73,7 @@ def _kind(check: GradientCheck) -> str:
 
 def _plainness(check: GradientCheck) -> tuple[int, bool, float]:
     share = abs((check.error or 0.0) / check.numerical) if check.numerical else 1.0
-    if check.function and check.factor is not None and check.observed is not None and check.numerical:
+    if check.function and check.factor and check.observed is not None and check.numerical:
         share += abs(
             check.observed / check.numerical / check.factor - 1
         )  # what passes by the function is no part of it
