@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from gradcheck_dist.verify.capture import RootCall
 from gradcheck_dist.verify.difference import ACCUSE
@@ -28,24 +27,25 @@ def compare_leaves(call: RootCall, played: Replay) -> list[Result]:
     if call.several:
         reason = "several forward passes of it share a backward, so what arrives at the parameters is their sum"
         return [Result("", Target("leaf", "", ()), "undetermined", reason=reason)]
-    results, alike, others, numbers = [], 0, [], []
+    results: list[Result] = []
+    numbers: list[Result] = []
+    alike, others = 0, list[str]()
     for name, trained in call.leaves.items():
         replayed = played.gradients.get(name)
         if replayed is None or replayed.shape != trained.shape or not float(replayed.norm()) > 0:
             continue
         factor = float(trained @ replayed / (replayed @ replayed))
         rest = float((trained - factor * replayed).norm()) / max(float(trained.norm()), float(replayed.norm()))
-        limit = max(PROPORTIONAL, 16 * played.epsilon)
-        if rest > limit:
+        limit, off = max(PROPORTIONAL, 16 * played.epsilon), abs(factor - 1)
+        # In few elements a little of something else lies nearly in line by chance, so what is off must be much more.
+        if rest > limit or (off > max(ACCUSE, limit) and rest > max(PROPORTIONAL * off, 16 * played.epsilon)):
             others.append(name)
-        elif abs(factor - 1) > max(ACCUSE, limit):
+        elif off > max(ACCUSE, limit):
             path, _, own = name.rpartition(".")
-            target = Target("leaf", own, ())
             observed = float(trained.norm()) * (1 if factor >= 0 else -1)
             numerical = float(replayed.norm())
-            error = rest * numerical
-            shape: Any = "scaled"
-            found = Result(path, target, "wrong", observed, numerical, error, factor, "", shape)
+            target = Target("leaf", own, ())
+            found = Result(path, target, "wrong", observed, numerical, rest * numerical, factor, shape="scaled")
             (results if trained.numel() > 1 else numbers).append(found)
         else:
             alike += 1

@@ -14,8 +14,8 @@ ARRIVED = "the gradients that arrive at its output differ between ranks that hol
 ATTACHED = "of the losses that are attached inside, whose gradient a function puts into backward"
 BENT = "what it gives in backward is no multiple of what arrives: it clips or scales by the gradient itself"
 DIFFERENTIATES = (
-    "its forward differentiates (torch.autograd.grad) and cuts gradients off (detach, no_grad): whether what reaches it "
-    "is what these leave over cannot be told"
+    "its forward differentiates (torch.autograd.grad) and cuts gradients off (detach, no_grad): whether what "
+    "reaches it is what these leave over cannot be told"
 )
 LOSS = "of the loss that it gives"
 KINK = "its forward has a kink exactly here: nothing there is the derivative"

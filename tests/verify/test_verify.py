@@ -16,6 +16,11 @@ from verify_models import VOCAB, Model, Scaled, batch, loss_of
 import gradcheck_dist
 from gradcheck_dist.diagnosis.finding import Finding, Report
 from gradcheck_dist.events import GradientCheck
+from gradcheck_dist.verify.calls import Calls
+from gradcheck_dist.verify.capture import RootCall
+from gradcheck_dist.verify.leaves import compare_leaves
+from gradcheck_dist.verify.replay import Replay
+from gradcheck_dist.verify.twin import Twin
 
 
 def train(model: nn.Module, run_dir: Path | None, *, steps: int = 3, loss: Any = loss_of) -> list[float]:
@@ -185,6 +190,17 @@ def test_a_hook_on_all_parameters_is_seen_in_one_number_too(tmp_path: Path) -> N
     train(model, tmp_path / "run")
     (found,) = accusations(tmp_path / "run")
     assert found.factor.observed == pytest.approx(0.25, rel=1e-4)
+
+
+def test_a_short_gradient_that_is_nearly_a_multiple_is_none(tmp_path: Path) -> None:
+    """A balance loss on the two numbers of a bias leaves them 1 % off, and nearly in line."""
+    twin = Twin(nn.Linear(2, 2), {})
+    replayed = {"bias": torch.tensor([3.0, 4.0]).double()}
+    for trained, outcome in (([3.03, 4.043], "undetermined"), ([3.06, 4.08], "wrong")):
+        call = RootCall(twin.root, (), {}, (0, 0))
+        call.leaves = {"bias": torch.tensor(trained).double()}
+        played = Replay(Calls(twin), replayed, {0}, 2.0**-23, True)
+        assert [one.outcome for one in compare_leaves(call, played)] == [outcome]
 
 
 class Forces(nn.Module):
