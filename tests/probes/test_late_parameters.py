@@ -133,3 +133,22 @@ def test_what_is_put_into_a_group_by_hand_is_told_by_later_steps(late: int, tmp_
             optimizer.zero_grad()
     report = diagnose(read_run(tmp_path / "run"))
     assert (report.verdict, report.findings) == ("clean" if late == 1 else "undetermined", [])
+
+
+@pytest.mark.parametrize("factor", [1.0, 3.0])
+def test_a_parameter_of_no_module_is_judged_in_the_first_step(factor: float, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, prompt = Net(), nn.Parameter(0.1 * torch.randn(24, VOCAB))
+    with attach(tmp_path / "run", steps=range(1)):
+        optimizer = torch.optim.SGD([*model.parameters(), prompt], lr=0.1)
+        for _ in range(2):
+            tokens = torch.randint(VOCAB, (24,))
+            (nn.functional.cross_entropy(model(tokens) + prompt, tokens.roll(1)) / 2).backward()
+        assert prompt.grad is not None
+        prompt.grad.mul_(factor)
+        optimizer.step()
+    report = diagnose(read_run(tmp_path / "run"))
+    assert report.reasons == [] and report.coverage.unidentifiable == []
+    assert [(one.units[0].split(".")[0], one.factor.exact) for one in report.findings] == (
+        [] if factor == 1 else [("unnamed", "3")]
+    )

@@ -8,7 +8,7 @@ a cast of a weight, or an earlier chunk of a sequence, in common.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 from gradcheck_dist.probes.backward.graph_leaves import LEAF_NODE, name_of
@@ -88,6 +88,11 @@ def _users(roots: Sequence[Root]) -> dict[int, set[Any]]:
         if len(seen) > MAX_NODES:
             return {}
     return found
+
+
+def leaves_behind(roots: Sequence[Root]) -> Set[int]:
+    """The ids of the parameters that these roots were computed from; none where the graph is too large."""
+    return _users(roots).keys()
 
 
 def _leaf_behind(node: Any) -> Any:

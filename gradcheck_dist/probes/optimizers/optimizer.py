@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from gradcheck_dist.events import BEFORE, OptimizerStep, ParamGroup, ZeroGrad
-from gradcheck_dist.probes.optimizers import amp, clips
+from gradcheck_dist.probes.optimizers import amp, clips, loose
 from gradcheck_dist.probes.optimizers.norms import record_norms
 from gradcheck_dist.probes.optimizers.params import params_of
 from gradcheck_dist.probes.optimizers.parent_steps import ParentSteps
@@ -125,6 +125,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
     patches.replace(Optimizer, "zero_grad", lambda original: untraced(_watch_zero(recorder, original)))
     patches.replace(torch.nn.Module, "zero_grad", lambda original: _watch_zero(recorder, original))
     clips.install(recorder, patches)
+    loose.install(recorder, patches, waiting)
 
 
 def _closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
