@@ -26,6 +26,8 @@ from gradcheck_dist.verify.preserve import RandomState, inner_module, random_sta
 from gradcheck_dist.verify.tape import Tape, compiles, tensors_in
 
 MAX_CALLS = 64
+MAX_FROZEN_BYTES = 64 * 2**20
+"""So much of parameters without gradient is kept as it was at a call; more of them are a model that is adapted."""
 NEVER = "no torch optimizer stepped after its backward, outside of backward"
 
 
@@ -70,6 +72,7 @@ class RootCall:
         while (inner := inner_module(self.root)) is not None:
             self.root = inner
         self.buffers: dict[str, Tensor] = {}
+        self.frozen: dict[str, Tensor] = {}
         self.training = module.training
         self.outputs: list[Output] = []
         self.inputs: list[Output] = []
@@ -78,9 +81,14 @@ class RootCall:
         self.further = 0
 
     def starts(self) -> None:
-        """What is inside of the wrappers is about to run; a spectral norm changes its buffers in every forward."""
+        """What is inside of the wrappers is about to run; a spectral norm changes its buffers in every forward, and a
+        code book that follows a running mean is often a parameter without gradient."""
         if not self.buffers:
             self.buffers = {name: buffer.detach().clone() for name, buffer in self.root.named_buffers()}
+        if not self.frozen:
+            params = {name: param for name, param in self.root.named_parameters() if not param.requires_grad}
+            if sum(param.numel() * param.element_size() for param in params.values()) <= MAX_FROZEN_BYTES:
+                self.frozen = {n: p.detach().clone() for n, p in params.items() if not is_distributed(p)}
 
     @property
     def has_gradient(self) -> bool:

@@ -98,7 +98,9 @@ class Function(Terms):
             if key in self.variables:
                 values[name] = asking.setdefault(key, _asking(variables.get(key, self.variables[key])))
             else:
-                values[name] = self._fixed[id(self.twin.values[full])]
+                value = self.twin.values[full]
+                fixed = self._fixed[id(value)]
+                values[name] = fixed.clone() if id(value) in self.twin.changing else fixed
         set_random_state(self.call.random)
         precision = (
             training_precision(self.root)

@@ -104,7 +104,7 @@ def _verify_root(call: RootCall, world: Exchange, tag: str, emit: Emit, skip: Sk
     problem, twin, played = "", None, None
     with contextlib.ExitStack() as stack:
         try:
-            twin = Twin(call.module, call.buffers)
+            twin = Twin(call.module, call.buffers, call.frozen)
             stack.enter_context(unwrapped(twin.root))
             played = replay(call, twin)
         except NotVerifiableError as error:

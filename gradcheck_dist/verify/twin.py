@@ -28,22 +28,33 @@ class Twin:
     """An outermost module and detached values of its parameters.
 
     `buffers` are by name, as they were at the call. `values` of parameters are by name, whole where FSDP2 shards them
-    (in its param_dtype), DTensors where a model axis does; tied parameters share one tensor.
+    (in its param_dtype), DTensors where a model axis does; tied parameters share one tensor. `frozen` are parameters
+    without gradient as they were at the call; `changing` are the ids of values that
+    forward has written to since.
     """
 
-    def __init__(self, root: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, root: nn.Module, buffers: Mapping[str, Tensor], frozen: Mapping[str, Tensor] | None = None
+    ) -> None:
         self.root = unwrap(root)
         self._buffers = buffers
         self.names = {id(module): name for name, module in self.root.named_modules()}
         self.trained: set[str] = set()
         self.values: dict[str, Tensor] = {}
+        self.changing: set[int] = set()
+        frozen = frozen or {}
         with _unsharded(self.root) as sharded:
             copies: dict[int, Tensor] = {}
             for name, param in self.root.named_parameters(remove_duplicate=False):
                 if param.is_meta or (not param.numel() and hasattr(param, "ds_id")):
                     raise NotVerifiableError(f"the values of parameter {name} are not on this rank")
                 if id(param) not in copies:
-                    copies[id(param)] = param.detach().clone() if sharded else param.detach()
+                    then = frozen.get(name)
+                    if then is not None and then.shape == param.shape and not torch.equal(then, param):
+                        copies[id(param)] = then
+                        self.changing.add(id(then))
+                    else:
+                        copies[id(param)] = param.detach().clone() if sharded else param.detach()
                 self.values[name] = copies[id(param)]
                 if param.requires_grad:
                     self.trained.add(name)

@@ -203,6 +203,41 @@ def test_a_short_gradient_that_is_nearly_a_multiple_is_none(tmp_path: Path) -> N
         assert [one.outcome for one in compare_leaves(call, played)] == [outcome]
 
 
+class Codes(nn.Module):
+    """Hands its input on as the nearest code; the codes follow what they stand for, and have no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(torch.randn(8, 16), False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        nearest = torch.cdist(x, self.codes[None]).argmin(-1)
+        chosen = self.codes[nearest]
+        self.codes.data.lerp_(self.codes.data + 0.1, 0.5)
+        return x + (chosen - x).detach()
+
+
+class Halved(nn.Module):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.inner, self.factor = nn.Linear(16, 16), factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Scaled.apply(self.inner(x), self.factor)
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.5])
+def test_parameters_without_gradient_that_forward_changes_are_as_they_were(factor: float, tmp_path: Path) -> None:
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Embedding(VOCAB, 16), Halved(factor), Codes(), nn.Linear(16, VOCAB))
+
+    assert train(model(), tmp_path / "run") == train(model(), None)
+    found = [one for one in accusations(tmp_path / "run") if one.severity != "info"]
+    assert [one.factor.observed for one in found] == ([] if factor == 1 else [pytest.approx(0.5)])
+    assert not any("could be checked" in reason for reason in report(tmp_path / "run").reasons)
+
+
 class Forces(nn.Module):
     """The derivative of an energy, behind a rounding that hands its gradient straight through."""
 
