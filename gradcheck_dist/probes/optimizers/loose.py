@@ -25,7 +25,7 @@ def install(recorder: Recorder, patches: Patches, made: weakref.WeakSet[Optimize
     """`made`: optimizers of which not all parameters are known to be watched."""
 
     def begin(recorder: Recorder, current: BackwardPass, roots: Sequence[Root], has_gradients: bool) -> None:
-        if len(made) and recorder.recording and not recorder.in_pipeline:
+        if len(made) and recorder.recording and recorder.sampling and not recorder.in_pipeline:
             look(recorder, roots, made)
 
     autograd.OPEN_LISTENERS.append(begin)
