@@ -51,6 +51,16 @@ def train(divided_by: str, run_dir: str) -> None:
     dist.destroy_process_group()
 
 
+def train_padded(kept: tuple[int, int], run_dir: str) -> None:
+    """One step; each rank's loss is a mean over all of its 8 rows, of which a mask keeps so many."""
+    rank, _, model, optimizer = begin()
+    with attach(run_dir):
+        mask = (torch.arange(8) < kept[rank])[:, None]
+        ((model(torch.randn(8, 6)) - torch.randn(8, 4)).abs() * mask).mean().backward()
+        optimizer.step()
+    dist.destroy_process_group()
+
+
 def train_metrics(times: float, run_dir: str) -> None:
     """Two steps of a mean over all ranks' elements, as a metric keeps it: its sum is the mean of this rank's elements
     times their number; sums are gathered without gradients, and this rank's own is put back. `times` multiplies it."""

@@ -206,6 +206,18 @@ def test_what_sums_are_divided_by_on_two_ranks(tmp_path: Path, divided_by: str, 
     assert divided_by != "rank" or "--objective rank-token-mean" in report.reasons[0]
 
 
+@pytest.mark.parametrize("kept", [(3, 5), (2, 5)], ids=["as many as one rank's", "other numbers"])
+def test_a_mean_over_padding_too_is_no_average_twice_where_masks_keep_as_many_in_all(
+    tmp_path: Path, kept: tuple[int, int]
+) -> None:
+    """Eight rows of a rank's mean are those that masks keep on both: DDP's average was accused in such steps."""
+    warm_up()
+    launch("element_workers:train_padded", (kept, str(tmp_path / "run")), 2, timeout_s=60)
+    report = diagnose(read_run(tmp_path / "run"))
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert f"weigh x {sum(kept) / 16:g} of what they would in one mean" in report.reasons[0]
+
+
 @pytest.mark.parametrize(("divided", "codes"), [(True, []), (False, ["GS104"])])
 def test_means_of_ranks_that_are_summed_by_hand_are_told_at_the_sum(
     tmp_path: Path, divided: bool, codes: list[str]

@@ -139,9 +139,12 @@ def _as_recorded(held: Held) -> bool:
 def _divides_by_all(one: Counted) -> bool:
     """Whether the program divides by what all ranks' and passes' losses go over: each is a sum that one number
     multiplies, or goes over another number of elements. No coefficient makes these weights; a number of passes or ranks
-    may be one, and a fraction that stands there (1/2 before a squared error) may look like one over that number."""
+    may be one, and a fraction that stands there (1/2 before a squared error) may look like one over that number. A mean
+    that nothing multiplies divides by its own pass's elements, which what masks keep in all passes may happen to be."""
     num = sum(one.tokens.values())
     gradients = [c.gradient for c in one.contributions.by_key.values() if c.gradient is not None]
+    if any(gradient.reduced_by == "mean" and not gradient.num_factors for gradient in gradients):
+        return False
     alone = all(gradient.reduced_by in ("sum", None) and gradient.num_factors == 1 for gradient in gradients)
     alone |= len(set(one.tokens.values())) > 1
     degrees = degrees_of(one.contributions)
