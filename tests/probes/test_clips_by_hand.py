@@ -94,6 +94,18 @@ def test_a_clip_that_may_divide_besides_is_open(tmp_path: Path) -> None:
     assert report.coverage.notes and all("are taken to divide by" in note for note in report.coverage.notes)
 
 
+def test_a_clip_to_no_round_norm_that_may_divide_besides_is_open(tmp_path: Path) -> None:
+    """Two steps tell it: unscaled twice, gradients have a clip's norm over the loss scale in each."""
+    report = trained(tmp_path, 1.0, divides=True, max_norm=0.5 / 4096, clip_seen=False)
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert all("unless the same lines divide by this number" in reason for reason in report.reasons)
+    assert any("the same in several steps" in note for note in report.coverage.notes)
+
+
+def test_a_clip_to_no_round_norm_of_gradients_that_are_right_is_clean(tmp_path: Path) -> None:
+    assert trained(tmp_path, 1.0, divides=False, max_norm=0.5 / 4096, clip_seen=False).verdict == "clean"
+
+
 @pytest.mark.parametrize("seen", [False, True])
 @pytest.mark.parametrize(
     ("factor", "verdict"), [(1.0, "clean"), (1 / NUM_BATCHES, "findings"), (NUM_BATCHES, "undetermined")]

@@ -62,7 +62,25 @@ class HandClip:
 def scaling_of(case: Case, data: StepData, norms: StepNorms) -> Scaling | None:
     """What one step cannot tell apart and several can: the factor, the norm that it left, how well that is known."""
     norm = norm_afterwards(case, data, norms) if case.could_be_clip else None
-    return None if norm is None else Scaling(case.pattern.factor, norm, error_of(case, norms), case.culprit.lines)
+    if norm is None:
+        return None
+    own = case.culprit.factor or case.pattern.factor
+    before = _assumed(case, data, case.pattern.factor / own)
+    return Scaling(case.pattern.factor, norm, error_of(case, norms), case.culprit.lines, before)
+
+
+def _assumed(case: Case, data: StepData, divisor: float) -> Assumed | None:
+    """What lines that clip must divide by besides for weights to be right that are too large before them; None where
+    they are not, or these lines were seen to do so."""
+    if not divisor > 1 + TOO_VAGUE or is_divided(data, case.culprit, case.held, divisor):
+        return None
+    number = exact_fraction(divisor, 1e-3) or f"{divisor:.5g}"
+    return Assumed(divisor, place_of(case.culprit), _after(case), number)
+
+
+def _after(case: Case) -> str:
+    place = case.culprit.event.site if case.culprit.event is not None else None
+    return f" after {place.short}" if place else ""
 
 
 def settle(verdicts: Sequence[StepVerdict]) -> list[StepVerdict]:
@@ -196,6 +214,7 @@ def _tell_both(finding: Finding, verdict: StepVerdict, num_steps: int, own: floa
 def _to_norm(verdict: StepVerdict, scaling: Scaling) -> StepVerdict:
     text = f"clipped by hand to norm {scaling.norm:.4g} (x {scaling.factor:.4g}), the same in several steps"
     clipped = _as_clip(verdict, scaling.factor, text)
+    clipped.assumed = clipped.assumed or scaling.before
     leave_clipped_open(clipped, scaling.factor, scaling.norm, scaling.tolerance)
     return clipped
 
@@ -278,8 +297,7 @@ def clip_by_hand(cases: Sequence[Case], data: StepData, norms: StepNorms) -> Han
             # A clip only shortens, so what is too long before and behind it was too long without it as well.
             before, factor = factor / own, factor if unit else own
             reason = _normalised(norm, before) if unit else ""
-        place = case.culprit.event.site if case.culprit.event is not None else None
-        line = f" after {place.short}" if place else ""
+        line = _after(case)
         text = (
             f"step {data.step}: gradients were clipped by hand to norm {float(f'{norm:.2g}'):g} (x "
             f"{factor:.4g}){line}; weights are freed of it"

@@ -47,12 +47,14 @@ def cause(finding: Finding) -> Cause:
 @dataclass(frozen=True)
 class Scaling:
     """All gradients of a step were multiplied by `factor` by nothing recorded, which left them with `norm`; `tolerance`
-    is relative. `lines` are those that wrote to them there, where it is laid to none."""
+    is relative. `lines` are those that wrote to them there, where it is laid to none. `before`: what these must divide
+    by besides if that is a clip, as weights were too large in front of it."""
 
     factor: float
     norm: float
     tolerance: float
     lines: tuple[str, ...] = ()
+    before: Assumed | None = None
 
 
 @dataclass(frozen=True)
