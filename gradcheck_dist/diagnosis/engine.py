@@ -13,7 +13,13 @@ from gradcheck_dist.diagnosis.losses.terms_apart import leave_terms_open
 from gradcheck_dist.diagnosis.losses.weighted_tokens import leave_weighted_open
 from gradcheck_dist.diagnosis.norms.assumed import confirm
 from gradcheck_dist.diagnosis.report.conclusion import report_of
-from gradcheck_dist.diagnosis.steps.alternatives import skipped_apart, training_apart, until_apart, without_warm_up
+from gradcheck_dist.diagnosis.steps.alternatives import (
+    leave_shares_open,
+    skipped_apart,
+    training_apart,
+    until_apart,
+    without_warm_up,
+)
 from gradcheck_dist.diagnosis.steps.changed_in import NO_COMBINATION
 from gradcheck_dist.diagnosis.steps.computed_behind import leave_computed_open
 from gradcheck_dist.diagnosis.steps.drift import leave_drift
@@ -98,6 +104,7 @@ def conclude(
         problems.append(f"{numbered('step', cut)} did not reach the optimizer on every rank: left out")
         verdicts = whole
     verdicts, behind = until_apart(without_keepers(verdicts))
+    leave_shares_open(verdicts)
     verdicts, more = without_warm_up(settle(training_apart(run, verdicts)))
     verdicts = leave_thrown_away_open(verdicts)
     notes += more

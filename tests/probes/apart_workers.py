@@ -19,6 +19,7 @@ def train(
     empties: bool = True,
     equal: bool = False,
     by_pass: bool = False,
+    own_seed: bool = False,
 ) -> int:
     """Train some steps; returns a checksum of the parameters.
 
@@ -33,6 +34,7 @@ def train(
         empties: gradients are emptied behind each step.
         equal: two ranks have equally many tokens.
         by_pass: losses are means over their own tokens, divided by the number of passes.
+        own_seed: each rank draws a model of its own.
     """
     from gradcheck_dist.probes import attach
 
@@ -40,6 +42,8 @@ def train(
     rank, world = dist.get_rank(), dist.get_world_size()
     with attach(run_dir, steps=range(RECORDED)) if run_dir else contextlib.nullcontext():
         model = Net()
+        for one in model.parameters() if own_seed else ():
+            torch.nn.init.normal_(one, std=0.1, generator=torch.Generator().manual_seed(one.numel() + rank))
         params = list(model.parameters())
         optimizer = torch.optim.SGD(params[rank::world] if how == "owner" else params, lr=0.05)
         start = [param.detach().clone() for param in model.parameters()]

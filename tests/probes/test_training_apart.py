@@ -31,8 +31,9 @@ def train(
     empties: bool = True,
     equal: bool = False,
     by_pass: bool = False,
+    own_seed: bool = False,
 ) -> Path:
-    run, options = folder / "run", (of_all, empties, equal, by_pass)
+    run, options = folder / "run", (of_all, empties, equal, by_pass, own_seed)
     recorded = launch("apart_workers:train", (how, every, factor, str(run), *options), 2, timeout_s=60)
     assert recorded == launch("apart_workers:train", (how, every, factor, None, *options), 2, timeout_s=60)
     return run
@@ -92,6 +93,20 @@ def test_losses_may_be_shares_of_a_mean_over_all_ranks_that_average_parameters(
     report = diagnose(read_run(train(tmp_path, "parameters", 1, factor, of_all=True)))
     assert [finding.code for finding in report.findings] == found
     assert any("a mean over all ranks' tokens" in reason for reason in report.reasons) == (not found)
+
+
+def test_losses_over_all_ranks_tokens_are_not_at_fault_where_each_rank_drew_a_model_of_its_own(tmp_path: Path) -> None:
+    """An adapter that a wrapper does not hold was told as a loss that divides by too many tokens."""
+    report = diagnose(read_run(train(tmp_path, "never", 1, of_all=True, own_seed=True)))
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert any("hold different models and share no gradient" in reason for reason in report.reasons)
+    assert any("divided by the tokens of all" in reason and "left out of the wrapper" in reason
+               for reason in report.reasons)  # fmt: skip
+
+
+def test_losses_that_are_no_shares_are_found_where_each_rank_drew_a_model_of_its_own(tmp_path: Path) -> None:
+    (finding,) = diagnose(read_run(train(tmp_path, "never", 1, 0.5, own_seed=True))).findings
+    assert (finding.code, finding.factor.exact) == ("GS303", "1/2")
 
 
 def test_what_rests_on_no_weight_is_found_beside_such_shares(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ SKIPPED_APART = frozenset({"GS607", "GS609"})
 UNREDUCED = "GS103"
 SAME = 1e-3
 """Relative."""
+OF_ALL = "rank's losses are divided by the tokens of all, and multiplied by the number of ranks"
 
 
 def skipped_apart(verdict: StepVerdict) -> bool:
@@ -104,16 +105,34 @@ def training_apart(run: Run, verdicts: list[StepVerdict]) -> list[StepVerdict]:
         "averaged is not judged"
     )
     for verdict in chosen:
-        of_weights = [one for one in verdict.findings if not any(one is other for other in verdict.beside_weights)]
-        if of_weights and _are_shares(verdict):
-            verdict.findings = [one for one in verdict.findings if one not in of_weights]
-            verdict.effects = {cause(one): verdict.effects[cause(one)] for one in verdict.findings
-                               if cause(one) in verdict.effects}  # fmt: skip
+        if _take_shares_away(verdict):
             verdict.reasons.append(
                 "every token weighs as much as in a mean over all ranks' tokens once parameters are averaged: each "
-                "rank's losses are divided by the tokens of all, and multiplied by the number of ranks"
+                f"{OF_ALL}"
             )
     return chosen
+
+
+def leave_shares_open(verdicts: Sequence[StepVerdict]) -> None:
+    """Losses that are divided by the tokens of all ranks are none that ranks have which train models of their own: that
+    they hold different ones may be the fault, and these losses are none."""
+    for verdict in verdicts:
+        if verdict.context.apart and _take_shares_away(verdict):
+            verdict.reasons.append(
+                f"each {OF_ALL}, as where ranks train one model whose gradients they average: most likely parameters "
+                "that ranks drew from seeds of their own are left out of the wrapper that reduces (adapters behind "
+                "fully_shard)"
+            )
+
+
+def _take_shares_away(verdict: StepVerdict) -> bool:
+    """Take back what weights are accused of, where these are each rank's share of a mean over the tokens of all."""
+    of_weights = [one for one in verdict.findings if not any(one is other for other in verdict.beside_weights)]
+    if not of_weights or not _are_shares(verdict):
+        return False
+    for one in of_weights:
+        verdict.take_away(one)
+    return True
 
 
 def _are_shares(verdict: StepVerdict) -> bool:
