@@ -19,7 +19,7 @@ from gradcheck_dist.diagnosis.audits.labels import open_labels
 from gradcheck_dist.diagnosis.audits.swapped_copies import copies_are_made_up_for, counted_for_each_copy
 from gradcheck_dist.diagnosis.audits.unequal_losses import unequal_losses, unequal_weights
 from gradcheck_dist.diagnosis.audits.vocabulary import no_distribution
-from gradcheck_dist.diagnosis.audits.whole_gradients import whole_for_each, whole_is_counted_once
+from gradcheck_dist.diagnosis.audits.whole_gradients import leave_whole_open, whole_for_each, whole_is_counted_once
 from gradcheck_dist.diagnosis.audits.whole_losses import part_of_one_loss, share_is_made_up_for, shares_of_one_loss
 from gradcheck_dist.diagnosis.causes.case import Case, factor_of, first_event
 from gradcheck_dist.diagnosis.causes.experiments import between_rivals
@@ -201,9 +201,10 @@ def _judged(
     cases = without_uncounted(cases, recorded, verdict.contributions, verdict.held)
     cases = without_combined(cases, weighed.means)
     cases, parted = leave_shards_open(cases, data)
+    cases, whole = leave_whole_open(cases, data)
     cases, meant = leave_open(cases, data)
     cases, made_up = leave_open(cases, data, MAKE_UP)
-    verdict.reasons += [*parted, *meant, *made_up]
+    verdict.reasons += [*parted, *whole, *meant, *made_up]
     if hidden is None:
         hidden = [ratio for case in cases for ratio in case.culprit.hidden]
     _tell(verdict, weighed, recorded, cases, hidden, norms)

@@ -6,8 +6,9 @@ from __future__ import annotations
 import zlib
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from exchange_functions import Gather, Sum, function, gathered, own_part
+from exchange_functions import Gather, GatherSliced, Sum, function, gathered, own_part
 from probe_workers import Net, batch, with_and_without
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -19,6 +20,7 @@ VARIANTS = (
     "whole, divided, summed",
     "own part",
 )
+UNREDUCED = ("whole, by nobody", "whole, of others, by nobody")
 LENGTH = 12
 
 
@@ -55,6 +57,41 @@ def train(variant: str) -> int:
         optimizer.step()
         optimizer.zero_grad()
     return zlib.crc32(b"".join(param.detach().numpy().tobytes() for param in model.parameters()))
+
+
+class Recurrent(Net):
+    """A layer that both ranks compute on the whole sequence, which they gather; each goes on with its own part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(16, 16)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        mine = torch.tanh(self.inner(self.embedding(own_part(tokens))))
+        return self.head(mine + Part.apply(torch.tanh(self.wide(GatherSliced.apply(mine))).cumsum(1)))
+
+
+def train_unreduced(variant: str) -> int:
+    """What is whole on each rank is reduced by nobody; "of others": and the head is not, of which each has a part."""
+    torch.manual_seed(0)
+    model = Recurrent()
+    apart = ("wide", "head") if "of others" in variant else ("wide",)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        tokens, labels = batch(0, step)
+        labels = labels.roll(3, 1)
+        logits, mine = model(tokens).flatten(0, 1), own_part(labels).flatten()
+        (F.cross_entropy(logits, mine, reduction="sum") / (labels >= 0).sum()).backward()
+        for name, param in model.named_parameters():
+            if not name.startswith(apart):
+                dist.all_reduce(param.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+    return zlib.crc32(b"".join(param.detach().numpy().tobytes() for param in model.parameters()))
+
+
+def train_all_unreduced(folder: str) -> list[tuple[int, int]]:
+    return with_and_without(train_unreduced, UNREDUCED, folder)
 
 
 def train_all(folder: str) -> list[tuple[int, int]]:

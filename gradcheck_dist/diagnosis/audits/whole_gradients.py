@@ -3,12 +3,15 @@
 Ranks that part a grid, a graph or a sequence have each the loss of their own part. What stands in front of the place
 where all parted what they hold alike (a trained feature of each node) may get the gradient of all parts on every rank,
 by a gather in backward: it is the same there, though the losses differ. Summed over the ranks it counts as often as
-there are ranks, and averaged once; where the gather divides by the ranks it is the other way round.
+there are ranks, and averaged once; where the gather divides by the ranks it is the other way round. Where nobody
+reduces it at all (a recurrent layer that every rank computes on the whole sequence), no reduction may be missing.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 from gradcheck_dist.diagnosis.audits.exchanges import are_parts
@@ -54,6 +57,49 @@ def whole_is_counted_once(case: Case, data: StepData) -> str | None:
         if once and all(held.cells and held.param in one.params for held in case.held):
             return f"{one.words}. x {times:.6g} is right if that was their sum, which counts once then; {WHOLE_ON_EACH}"
     return None
+
+
+def leave_whole_open(cases: Iterable[Case], data: StepData) -> tuple[list[Case], list[str]]:
+    """The cases without the gradients that lack a reduction and are whole on each rank, and why these are left open."""
+    left: list[Case] = []
+    names: dict[tuple[int, ...], set[str]] = defaultdict(set)
+    for case in cases:
+        found = _whole_on(case, data) if case.culprit.absent and not case.terms else {}
+        for (_, name), ranks in found.items():
+            names[ranks].add(name)
+        kept = [held for held in case.held if held.param not in found]
+        if not found:
+            left.append(case)
+        elif kept:
+            cells = [(held, cell) for held, cell in case.cells if held.param not in found]
+            left.append(replace(case, held=kept, cells=cells))
+    return left, [
+        f"the gradient of {in_short(sorted(of_ranks))} is the same on {numbered('rank', ranks)} without any reduction, "
+        "and these have losses of their own: backward combined all ranks' parts of it. Nothing is missing if that was "
+        f"their sum, and a factor of {len(ranks)} is if it divided that by the ranks; {WHOLE_ON_EACH}"
+        for ranks, of_ranks in names.items()
+    ]
+
+
+def _whole_on(case: Case, data: StepData) -> dict[ParamKey, tuple[int, ...]]:
+    """The parameters of which all ranks that exchange activations, each with a loss of its own, hold copies and got one
+    gradient in every pass; and these ranks."""
+    place = case.context.contributions.coordinate
+    exchanges = list(passed(data.events))
+    found: dict[ParamKey, tuple[int, ...]] = {}
+    for ranks in sorted({tuple(sorted(one.ranks)) for one in exchanges if len(one.ranks) > 1}):
+        first, *others = ranks
+        apart = len({place.get(rank, rank) for rank in ranks}) == len(ranks)
+        if not apart or not _losses_differ(data, ranks, exchanges):
+            continue
+        for key in {held.param for held in case.held if held.rank in ranks}:
+            of_rank = data.tracks.get(key, {})
+            alike = (
+                copies(of_rank, first, other) and same_gradients(of_rank[first], of_rank[other]) for other in others
+            )
+            if of_rank.keys() <= set(ranks) and all(alike):
+                found[key] = ranks
+    return found
 
 
 def whole_for_each(data: StepData, contributions: Contributions) -> list[str]:
