@@ -37,6 +37,23 @@ class AddedProduct(torch.autograd.Function):
         return grad @ weight, handed, None
 
 
+class ReplacingProduct(torch.autograd.Function):
+    """The same, but where the weight says so what main_grad held is replaced, as Transformer Engine does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (x,), weight = ctx.saved_tensors, ctx.weight
+        found = grad.flatten(0, -2).T @ x.flatten(0, -2)
+        weight.main_grad.copy_(found if weight.overwrite_main_grad else weight.main_grad + found)
+        return grad @ weight, None
+
+
 class FusedLinear(nn.Module):
     def __init__(self, placeholder: str) -> None:
         super().__init__()
@@ -45,6 +62,17 @@ class FusedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return AddedProduct.apply(x, self.weight, self.placeholder)
+
+
+class ReplacingLinear(FusedLinear):
+    """Replaces in the first of three passes, or in each."""
+
+    num_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.overwrite_main_grad = self.placeholder == "each" or self.num_calls % 3 == 0  # type: ignore[assignment]
+        self.num_calls += 1
+        return ReplacingProduct.apply(x, self.weight)
 
 
 class IdleExpert(FusedLinear):
@@ -58,7 +86,9 @@ class IdleExpert(FusedLinear):
         return torch.cat([super().forward(x[:, :used]), x[:, used:]], 1)
 
 
-def train(run_dir: Path | None, placeholder: str, factor: float, make: Any = FusedLinear) -> nn.Module:
+def train(
+    run_dir: Path | None, placeholder: str, factor: float, make: Any = FusedLinear, verify: bool = False
+) -> nn.Module:
     """Two steps of three batches; the optimizer reads main_grad, that of the fused weight times `factor`."""
     torch.manual_seed(0)
     model: Any = Net()
@@ -74,7 +104,7 @@ def train(run_dir: Path | None, placeholder: str, factor: float, make: Any = Fus
         param.main_grad = torch.zeros_like(param)
         param.register_post_accumulate_grad_hook(keep)
     optimizer = torch.optim.SGD(params, lr=0.1)
-    with attach(run_dir) if run_dir is not None else nullcontext():
+    with attach(run_dir, verify=verify) if run_dir is not None else nullcontext():
         for _ in range(2):
             data = [batch(0, k) for k in range(3)]
             num_tokens = sum(int((labels >= 0).sum()) for _, labels in data)
@@ -85,7 +115,8 @@ def train(run_dir: Path | None, placeholder: str, factor: float, make: Any = Fus
             optimizer.step()
             for param in params:
                 param.grad = None
-                param.main_grad.zero_()
+                if make is not ReplacingLinear or param is not model.inner.weight:  # whose first pass replaces it
+                    param.main_grad.zero_()
     return model
 
 
@@ -102,6 +133,25 @@ def test_what_a_pass_added_to_the_buffer_is_the_contribution(placeholder: str, t
     train(tmp_path / "wrong", placeholder, 0.5)
     report = diagnose(read_run(tmp_path / "wrong"))
     assert [(round(one.factor.observed, 4), one.units) for one in report.findings] == [(0.5, ["inner.weight"])]
+
+
+@pytest.mark.parametrize("replaces", ["first", "each"])
+def test_a_product_that_replaces_what_the_buffer_held_adds_all_that_is_in_it(replaces: str, tmp_path: Path) -> None:
+    """What an earlier step left there is gone with the first pass that replaces it: NVIDIA/Megatron-LM#6279."""
+    recorded, alone = (train(folder, replaces, 1.0, make=ReplacingLinear) for folder in (tmp_path, None))
+    assert all(torch.equal(a, b) for a, b in zip(recorded.parameters(), alone.parameters(), strict=True))
+    report = diagnose(read_run(tmp_path))
+    found = [(one.code, one.units, one.pattern) for one in report.findings]
+    if replaces == "first":
+        assert (report.verdict, found) == ("clean", []), report.reasons
+    else:
+        assert found == [("GS401", ["inner.weight"], "accumulation steps 0 and 1 x 0, the rest x 1")]
+
+
+def test_verification_meets_a_parameter_that_is_handed_no_gradient(tmp_path: Path) -> None:
+    train(tmp_path, "nothing", 1.0, verify=True)
+    problems = diagnose(read_run(tmp_path)).coverage.problems
+    assert not [one for one in problems if "verify failed" in one]
 
 
 @pytest.mark.parametrize("placeholder", ["nothing", "zeros"])

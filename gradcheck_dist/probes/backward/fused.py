@@ -26,6 +26,9 @@ from gradcheck_dist.probes.recording.deferred import stacked
 from gradcheck_dist.probes.recording.patching import Patches
 from gradcheck_dist.probes.recording.recorder import ADDED_FLAG, BackwardPass, Recorder, guarded, kept_away
 
+REPLACED_FLAG = "overwrite_main_grad"
+"""Set by Megatron-FSDP, read by Transformer Engine: the product replaces what the buffer held, instead of adding."""
+
 
 class _Buffers:
     """Samples of the buffers when a pass began. `candidates`: parameters with a buffer, as long as no gradient arrives
@@ -85,7 +88,9 @@ def closed(recorder: Recorder, state: _Buffers, current: BackwardPass) -> None:
             ordinary.add(info.id)
             state.candidates.pop(info.id, None)
             continue
-        change = buffer.detach().take(plan.indices) - values
+        change = buffer.detach().take(plan.indices)
+        if not getattr(info.param, REPLACED_FLAG, False):
+            change = change - values
         if added or not is_host(change) or bool(change.any()):  # elsewhere it may be one of zeros
             current.touched[info.id] = info
             recorder.keep(current.seq, LEAF, plan, change)
