@@ -256,15 +256,16 @@ class Capture:
         self._hooks.append(tensor.register_hook(functools.partial(self._arrived, output)))
         return output
 
-    def _arrived(self, output: Output, gradient: Tensor) -> None:
+    def _arrived(self, output: Output, gradient: Tensor | None) -> None:
         with self._guarded():
             # Gradients that are differentiated again (a penalty) pass here too, and are no backward yet.
-            if output.gradient is None and self._recorder.current is not None:
+            if gradient is not None and output.gradient is None and self._recorder.current is not None:
                 output.gradient = gradient.detach().clone()
 
-    def _leaf(self, call: RootCall, name: str, gradient: Tensor) -> None:
+    def _leaf(self, call: RootCall, name: str, gradient: Tensor | None) -> None:
         with self._guarded():
-            call.leaves.setdefault(name, sample(gradient))
+            if gradient is not None:  # a function that adds a parameter's gradient by itself hands over nothing
+                call.leaves.setdefault(name, sample(gradient))
 
     def _stepping(self, _optimizer: Any, _args: Any, _kwargs: Any) -> None:
         """All ranks come to the first optimizer of the step. One process alone may wait for a later one (a GAN's)."""
