@@ -68,7 +68,7 @@ from gradcheck_dist.diagnosis.steps.open_steps import (
 )
 from gradcheck_dist.diagnosis.steps.param_clips import freed_of_params, is_last, of_params
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict, cause
-from gradcheck_dist.diagnosis.steps.thrown_away import lost_at_own_lines
+from gradcheck_dist.diagnosis.steps.thrown_away import thrown_away
 from gradcheck_dist.diagnosis.steps.unfollowed import not_attached
 from gradcheck_dist.diagnosis.steps.units import unit_of, weights
 from gradcheck_dist.diagnosis.weighing import Assumed, Measurements, Reading, Weighed, read_step, weigh
@@ -253,7 +253,8 @@ def _judged(
         right = without.comes_out_right and without.all_right
         if LOST in found or right or len(without.findings) < len(verdict.findings):
             verdict.without_lost = without
-            verdict.lost_at = lost_at_own_lines(data, recorded, without.contributions) if right else ""
+            objective, kept = without.context.objective, without.contributions
+            verdict.thrown = thrown_away(data, objective, recorded, kept) if right else None
         if LOST in found and right:
             _lay_to_lost(verdict)
     if own is None and UNREDUCED in found:

@@ -137,3 +137,27 @@ def test_steps_that_are_skipped_now_and_then_are_no_fault(tmp_path: Path) -> Non
     report = judged(tmp_path / "run")
     assert report.verdict == "clean"
     assert any("skipped on purpose" in note for note in report.coverage.notes)
+
+
+@pytest.mark.parametrize("divided_by", ["kept", "all"])
+def test_the_rest_of_an_epoch_is_left_open_and_a_window_that_loses_its_first_pass_is_not(
+    tmp_path: Path, divided_by: str
+) -> None:
+    """Epochs of three batches and windows of two: each recorded step begins behind a batch that filled no window."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with attach(tmp_path / "run", steps=f"1:{STEPS}"):
+        for key in range(3 * STEPS):
+            window = [batch(0, (key + 1) // 3 * 3 + k) for k in range(3)]
+            counted = window[1:] if divided_by == "kept" else window
+            num_tokens = sum(int((labels != -100).sum()) for _, labels in counted)
+            (loss_of(model, window[(key + 1) % 3], reduction="sum") / num_tokens).backward()
+            if key % 3 == 1:
+                optimizer.step()
+            if key % 3 > 0:
+                optimizer.zero_grad()
+    report = judged(tmp_path / "run")
+    verdict, codes = ("undetermined", []) if divided_by == "kept" else ("findings", ["GS401"])
+    assert (report.verdict, [finding.code for finding in report.findings]) == (verdict, codes)
+    if divided_by == "kept":
+        assert "did not fill its last window" in report.reasons[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from gradcheck_dist.diagnosis.finding import Finding, FirstEvent, Unverified, Weight
 from gradcheck_dist.diagnosis.losses.terms_apart import TermWeights
@@ -67,6 +68,13 @@ class KeptApart:
     unlike: bool
 
 
+class Thrown(NamedTuple):
+    """Where passes are thrown away, in words, and what this may be."""
+
+    where: str
+    meant: str
+
+
 Key = tuple[ParamKey, int, ContributionKey]
 """(parameter, rank that holds it, contribution)"""
 
@@ -108,8 +116,8 @@ class Change:
 class StepVerdict:
     """What one step showed. `lost`: what is missing in which rank's trace, in words; then nothing was judged.
     `spreads`: how far apart, relative, each place of a loss put the weights of one contribution's tokens.
-    `without_lost`: the step without passes that it throws away; `lost_at`: where, in words, if these have lines of
-    their own and all is right without them. `beside_weights`: findings that rest on no weight.
+    `without_lost`: the step without passes that it throws away; `thrown`: what may be meant by these, if all is right
+    without them. `beside_weights`: findings that rest on no weight.
     `assumed`: what a clip's lines must divide by, `divided`: what unrecorded lines divide by where nothing is wrong.
     `unmade`: parameters of which an optimizer read a gradient that no recorded pass made. `own_terms`: losses of a
     pass that were taken for terms with coefficients. `kept_apart`: what is known of passes that are. `apart`: copies of
@@ -137,7 +145,7 @@ class StepVerdict:
     lost: dict[int, str] = field(default_factory=dict)
     spreads: dict[tuple[str, int, int], float] = field(default_factory=dict)
     without_lost: StepVerdict | None = None
-    lost_at: str = ""
+    thrown: Thrown | None = None
     alone: StepVerdict | None = None
     scaling: Scaling | None = None
     assumed: Assumed | None = None

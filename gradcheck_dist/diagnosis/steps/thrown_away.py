@@ -1,11 +1,12 @@
-"""Backward passes of lines of their own that every step throws away."""
+"""Backward passes that every step throws away: on lines of their own, or in front of all that it keeps."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
+from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict, Thrown
 from gradcheck_dist.diagnosis.words import in_short
 from gradcheck_dist.events import Backward
 from gradcheck_dist.ledger.contributions import Contributions
@@ -15,6 +16,9 @@ from gradcheck_dist.records import Site
 from gradcheck_dist.wording import numbered
 
 OR_LOST = "their tokens are lost: which is true is not known"
+LEAST_KEPT = 2
+UNCOUNTED = "sum"
+"""The objective by which a step is right whatever number of passes it keeps."""
 
 
 class Lines(NamedTuple):
@@ -24,9 +28,33 @@ class Lines(NamedTuple):
     backward: Site | None
 
 
-def lost_at_own_lines(data: StepData, recorded: Contributions, kept: Contributions) -> str:
-    """Where the gradients of the passes come from, and are emptied, that the step throws away, if none of those that it
-    keeps goes through the same lines; else ""."""
+def thrown_away(data: StepData, objective: str, recorded: Contributions, kept: Contributions) -> Thrown | None:
+    """What may be meant by the passes that a step throws away, where it is right without them."""
+    return _at_own_lines(data, recorded, kept) or _before_a_window(data, objective, recorded, kept)
+
+
+def _before_a_window(data: StepData, objective: str, recorded: Contributions, kept: Contributions) -> Thrown | None:
+    """The passes that came in front of several which the step keeps, and by whose number, or tokens, it divides: a
+    zero_grad in the wrong place leaves a divisor that counts what it emptied. One pass that is kept alone tells
+    nothing, for its mean divides by no number of passes."""
+    first: dict[int, int] = {}
+    steps: dict[int, set[int]] = defaultdict(set)
+    for data_rank, step, _ in kept.by_key:
+        steps[data_rank].add(step)
+        first[data_rank] = min(step, first.get(data_rank, step))
+    lost = recorded.by_key.keys() - kept.by_key.keys()
+    if objective == UNCOUNTED or not lost or any(len(of_rank) < LEAST_KEPT for of_rank in steps.values()):
+        return None
+    if any(step >= first.get(data_rank, 0) for data_rank, step, _ in lost):
+        return None
+    return Thrown(
+        f"what the first passes leave is emptied before the others begin{emptied_at(data)}",
+        "may be left over from an epoch that did not fill its last window, or from a step that was skipped",
+    )
+
+
+def _at_own_lines(data: StepData, recorded: Contributions, kept: Contributions) -> Thrown | None:
+    """The passes that the step throws away, if none of those that it keeps goes through the same lines."""
     lines: dict[bool, set[Lines]] = {True: set(), False: set()}
     for rank, events in data.events.items():
         for event in events:
@@ -36,21 +64,25 @@ def lost_at_own_lines(data: StepData, recorded: Contributions, kept: Contributio
                 lines[key in kept.by_key].add(Lines(loss.site if loss is not None else None, event.site))
     lost = lines[False]
     if not lost or any(None in line for line in lost) or lost & lines[True]:
-        return ""
+        return None
     found = sorted({line.backward.short for line in lost if line.backward is not None})
-    return f"the gradients that come from {in_short(found)} are emptied before the optimizer comes{emptied_at(data)}"
+    return Thrown(
+        f"the gradients that come from {in_short(found)} are emptied before the optimizer comes{emptied_at(data)}",
+        "may be meant for something else (statistics, an attack on the input)",
+    )
 
 
 def leave_thrown_away_open(verdicts: Sequence[StepVerdict]) -> list[StepVerdict]:
-    """The steps as they are without what each of them throws away at lines of its own, every other token weighing what
-    it should without it. So statistics of gradients are taken, and attacks on the input computed from another batch. A
-    step that loses what belongs to it divides by its tokens as well, or loses what one line of a loop made."""
-    chosen = [verdict.without_lost for verdict in verdicts if verdict.without_lost is not None and verdict.lost_at]
-    if not chosen or len(chosen) < len(verdicts):
+    """The steps as they are without what each of them throws away, every other token weighing what it should without
+    it. So statistics of gradients are taken, and attacks on the input computed from another batch, at lines of their
+    own; so the rest of an epoch goes. A step that loses what belongs to it divides by its tokens as well, or loses what
+    one line of a loop made."""
+    chosen = [verdict.without_lost for verdict in verdicts if verdict.without_lost is not None and verdict.thrown]
+    if not chosen or len(chosen) < len(verdicts) or verdicts[0].thrown is None:
         return list(verdicts)
     chosen[0].reasons.append(
-        f"{numbered('step', [one.context.step for one in chosen])}: {verdicts[0].lost_at}. All other tokens weigh what "
-        "they should without these passes, so that they may be meant for something else (statistics, an attack on the "
-        f"input); if they belong to the step, {OR_LOST}"
+        f"{numbered('step', [one.context.step for one in chosen])}: {verdicts[0].thrown.where}. All other tokens weigh "
+        f"what they should without these passes, so that they {verdicts[0].thrown.meant}; if they belong to the step, "
+        f"{OR_LOST}"
     )
     return chosen
