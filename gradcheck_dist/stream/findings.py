@@ -248,3 +248,11 @@ def _event(
         microbatch=cell.slot[1],
         nominal_factor=factor,
     )
+
+
+def same_ends(ends: tuple[float, float], ratios: list[float]) -> bool:
+    """Whether some ratios lie between just these."""
+    if not ratios:
+        return False
+    pairs = zip(ends, (min(ratios), max(ratios)), strict=True)
+    return all(abs(one - other) <= ALIKE * max(abs(one), abs(other)) for one, other in pairs)

@@ -9,7 +9,7 @@ import msgspec
 
 from gradcheck_dist.diagnosis.finding import Finding, Report
 from gradcheck_dist.diagnosis.report.next_step import next_step
-from gradcheck_dist.stream.findings import ALIKE, Groups, finding_of
+from gradcheck_dist.stream.findings import Groups, finding_of, same_ends
 from gradcheck_dist.stream.laws import cause_of_law
 from gradcheck_dist.stream.plain import PlainReader, UnmeasuredReader
 from gradcheck_dist.stream.series import Series
@@ -188,7 +188,7 @@ def _take_over(report: Report, watched: Watched) -> list[tuple[Finding, Deviatio
             causes = [one for one in report.findings if one.severity != "info" and step in one.steps]
             if len(causes) != 1 or causes[0].ranks != finding.ranks:
                 continue
-            if not _same((deviation.low, deviation.high), _ends(report, step, finding.ranks)):
+            if not same_ends((deviation.low, deviation.high), _ends(report, step, finding.ranks)):
                 continue
             _name(report, causes[0], finding, "As documented, it was the same")
             break
@@ -228,10 +228,3 @@ def _ends(report: Report, step: int, ranks: Collection[int]) -> list[float]:
         for weight in report.weights
         if weight.step == step and weight.holder_rank in ranks and weight.nominal is not None and weight.expected
     ]
-
-
-def _same(ends: tuple[float, float], ratios: list[float]) -> bool:
-    if not ratios:
-        return False
-    pairs = zip(ends, (min(ratios), max(ratios)), strict=True)
-    return all(abs(one - other) <= ALIKE * max(abs(one), abs(other)) for one, other in pairs)

@@ -117,6 +117,19 @@ def test_what_a_trainer_divides_by_hand_accuses_nobody(samples_of: int | None, t
     assert any("--steps" in reason for reason in report.reasons)
 
 
+def test_what_a_trainer_divides_by_hand_accuses_nobody_beside_a_measured_fault(tmp_path: Path) -> None:
+    """By the records all steps are off by the 64 that nobody recorded, and the measured one by 3 in one pass alone."""
+
+    def off_in_one(key: Key, tokens: dict[Key, int]) -> float:
+        return global_mean(2.0 * 64)(key, tokens) * (3.0 if key == (1, 1, 0) else 1.0)
+
+    by_hand = Trainer(global_mean(2.0 * 64), accumulation=2, hands=(Hand("before_optimizer", 1 / 64),))
+    worlds = [World(replace(by_hand, root=off_in_one) if step == 0 else by_hand, seed=step) for step in range(5)]
+    report = diagnose_run(write_columns(tmp_path / "run", worlds, samples_of=0))
+    assert {step for finding in report.findings for step in finding.steps} == {0}
+    assert any("other weights were measured" in reason for reason in report.reasons)
+
+
 def test_a_factor_that_measured_steps_know_nothing_of_is_found(tmp_path: Path) -> None:
     right, twice = (Trainer(global_mean(factor), accumulation=2) for factor in (2.0, 4.0))
     worlds = [World(twice if step == 3 else right, seed=step) for step in range(5)]
