@@ -39,7 +39,8 @@ def steps(*codes: list[str]) -> list[StepVerdict]:
 
 
 @pytest.mark.parametrize(
-    ("cause", "late"), [("GS601", "GS802"), ("GS602", "GS802"), ("GS703", "GS802"), ("GS802", "GS703")]
+    ("cause", "late"),
+    [("GS601", "GS802"), ("GS602", "GS802"), ("GS703", "GS802"), ("GS802", "GS703"), ("GS103", "GS105")],
 )
 def test_what_shows_only_behind_unequal_updates_is_their_consequence(cause: str, late: str) -> None:
     first, second = steps([cause], [cause, late])

@@ -15,8 +15,8 @@ from gradcheck_dist.ledger.tracks import ParamKey
 
 SETS_APART = frozenset({"GS103", "GS601", "GS602", "GS703", "GS802"})
 """What gives ranks that hold copies unequal updates: parts that are not summed, coefficients of their own."""
-FOLLOWS = frozenset({"GS000", "GS103", "GS703", "GS802"})
-"""What copies that have drifted apart look like."""
+FOLLOWS = frozenset({"GS000", "GS103", "GS105", "GS703", "GS802"})
+"""What copies that have drifted apart look like; what began at zero is a rank's own updates alone, and unlike."""
 
 
 def sets_apart(judged: Iterable[Held]) -> bool:
