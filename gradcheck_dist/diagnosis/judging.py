@@ -83,6 +83,7 @@ from gradcheck_dist.ledger.several_terms import several_terms
 from gradcheck_dist.ledger.summed_losses import summed_losses
 from gradcheck_dist.ledger.vocabulary_shards import unlike_shards
 from gradcheck_dist.trace.run import Run
+from gradcheck_dist.wording import plural
 
 UNEXPLAINED = "GS000"
 UNPAIRED = "GS802"
@@ -135,6 +136,13 @@ def _judge_as(run: Run, step: int, objective: str, objective_from: str, assumed:
         return _judged(verdict, own, assumed, how, judge)
 
     verdict = read(Reading())
+    if looks := verdict.looks:
+        verdict = read(Reading(looked_at=looks))
+        verdict.remarks.append(
+            f"the gradients of {plural(len(looks), 'pass')} were handed to the caller, and nothing of these is in what "
+            "the optimizer reads. No other loss counts tokens there, and others train: a look, and no part of the step"
+        )
+        return verdict
     if hands_on(verdict.data) and not verdict.comes_out_right:
         changed, own_losses = changed_on_the_way(verdict.data), read(Reading(handed=False))
         if changed or not _one_fault(verdict, own_losses):

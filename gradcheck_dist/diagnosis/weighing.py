@@ -11,6 +11,7 @@ from gradcheck_dist.diagnosis.losses import samples
 from gradcheck_dist.diagnosis.losses.aim import Aim
 from gradcheck_dist.diagnosis.losses.aims import aim, independent
 from gradcheck_dist.diagnosis.losses.kinds import kind_by_kind
+from gradcheck_dist.diagnosis.losses.returned import looked_at_alone
 from gradcheck_dist.diagnosis.losses.several_losses import OwnMeans, loss_by_loss
 from gradcheck_dist.diagnosis.losses.tasks import task_by_task
 from gradcheck_dist.diagnosis.losses.weighted_tokens import spreads_of_losses
@@ -54,7 +55,7 @@ from gradcheck_dist.ledger.given_gradients import with_given_gradients
 from gradcheck_dist.ledger.handed_on import with_handed_on
 from gradcheck_dist.ledger.known_elsewhere import unlike_parts, with_weights_of_others
 from gradcheck_dist.ledger.leaves import same_tokens
-from gradcheck_dist.ledger.looked_at import without_looks
+from gradcheck_dist.ledger.looked_at import without_looks, without_losses_of
 from gradcheck_dist.ledger.loss_backwards import as_given
 from gradcheck_dist.ledger.lost import lost
 from gradcheck_dist.ledger.mixed_labels import MixedLabels, mixed_labels
@@ -63,7 +64,7 @@ from gradcheck_dist.ledger.several_terms import Terms, several_terms
 from gradcheck_dist.ledger.strangers import strangers
 from gradcheck_dist.ledger.summed_losses import summed_losses
 from gradcheck_dist.ledger.tied import told, told_beside
-from gradcheck_dist.ledger.tracks import StepData, step_data
+from gradcheck_dist.ledger.tracks import Slot, StepData, step_data
 from gradcheck_dist.ledger.transit import Transits, transits
 from gradcheck_dist.ledger.unwritten import without_unwritten
 from gradcheck_dist.trace.run import Run
@@ -85,13 +86,15 @@ class Reading:
     """How what was recorded is read. `handed`: passes that hand on what earlier ones left have these passes' tokens.
     `terms`: the losses that a pass adds up are terms with coefficients. `summed`: ranks of one batch that may train on
     the sum of their losses do so. `written`: which reading of losses in a sum is taken. `mixed`: losses that
-    compare the same logits are one with mixed labels, also where their coefficients do not tell it."""
+    compare the same logits are one with mixed labels, also where their coefficients do not tell it. `looked_at`: by
+    rank, passes whose losses are none of the step's."""
 
     handed: bool = True
     terms: bool = False
     summed: bool = False
     written: int | None = None
     mixed: bool = False
+    looked_at: frozenset[tuple[int, Slot]] = frozenset()
 
 
 class Records(NamedTuple):
@@ -123,6 +126,7 @@ class Measurements:
         if alike not in self.records:
             recorded = step_data(run, step)
             data = without_unwritten(with_chunks(without_looks(with_weights_of_others(recorded))))
+            data = without_losses_of(data, how.looked_at) if how.looked_at else data
             data = with_handed_on(data) if how.handed else data
             data = data if run.missing_ranks else with_given_gradients(data)
             data = as_given(data) if assumed.given else data
@@ -223,6 +227,7 @@ def weigh(
         return None
     measured, on_the_way = measurements.of(verdict, assumed, how)
     context.num_handed_over = len(on_the_way.matched)
+    verdict.looks = looked_at_alone(data, contributions, measured)
     if (late := from_before(measured)) is not None:
         verdict.reasons.append(late)
         return None

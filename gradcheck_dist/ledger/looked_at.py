@@ -8,6 +8,7 @@ inputs, for saliency or an adversary, in between.
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import replace
 
 import msgspec
@@ -20,8 +21,11 @@ def without_looks(data: StepData) -> StepData:
     """The same step without the passes that only looked."""
     data = _without_inputs(data)
     looks = {(rank, slot) for rank, events in data.events.items() for slot in _looks(data, rank, events)}
-    if not looks:
-        return data
+    return without_losses_of(data, looks) if looks else data
+
+
+def without_losses_of(data: StepData, looks: Set[tuple[int, Slot]]) -> StepData:
+    """The same step without what some passes of ranks differentiated, and what that left."""
     events = {
         rank: [event for event in of_rank if not (isinstance(event, LossGradient) and (rank, _slot(event)) in looks)]
         for rank, of_rank in data.events.items()

@@ -120,3 +120,29 @@ def test_gradients_of_samples_that_add_up_to_the_batchs_are_told_from_it(tmp_pat
     report = judged(tmp_path / "run")
     assert [finding.code for finding in report.findings] == ([] if factor == 1 else ["GS303"])
     assert factor != 1 or report.verdict == "clean"
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+def test_a_held_out_batch_of_a_loss_with_labels_is_no_part_of_errors_that_count_nothing(
+    tmp_path: Path, factor: float
+) -> None:
+    """The only tokens of the step are those that nobody trains on, looked at twice."""
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        held_out, labels = batch(0, 9)
+        for k in range(NUM):
+            if k < 2:
+                loss = F.cross_entropy(model(held_out).flatten(0, 1), labels.flatten())
+                torch.autograd.grad(loss, list(model.head.parameters()))
+            tokens, _ = batch(0, k)
+            outputs = model(tokens)
+            weight = factor if k == 1 else 1.0
+            (weight * (outputs - torch.ones_like(outputs)).square().mean() / NUM).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    record(step, tmp_path / "run", steps=2)
+    report = judged(tmp_path / "run")
+    assert report.findings == []
+    assert report.verdict == ("clean" if factor == 1 else "undetermined")
+    assert any("handed to the caller" in note for note in report.coverage.notes)

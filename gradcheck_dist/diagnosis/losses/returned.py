@@ -14,7 +14,7 @@ import numpy as np
 from gradcheck_dist.diagnosis.weights.cells import SIGMAS, Held
 from gradcheck_dist.events import Backward
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
-from gradcheck_dist.ledger.tracks import StepData
+from gradcheck_dist.ledger.tracks import Slot, StepData
 
 NOTHING = 1e-6
 """Transfers below this are none: float32 rounding leaves some 1e-8."""
@@ -30,6 +30,26 @@ def looked_at(data: StepData, contributions: Contributions, measured: Iterable[H
     true of all. A line's passes are alike, so where most were measured, the rest may be what an accumulated gradient is
     the sum of (the last layer's, looked at for each loss of a pass), which no measurement tells from it. Where nothing
     at all is told apart (a gradient on all ranks' batches, to compare with), it is as torch documents it."""
+    found, _ = _looked_at(data, contributions, measured)
+    return found if len(found) < len(contributions.by_key) else set()
+
+
+def looked_at_alone(
+    data: StepData, contributions: Contributions, measured: Iterable[Held]
+) -> frozenset[tuple[int, Slot]]:
+    """Such passes, by rank, where they are all that count tokens on some rank, and others that count none train: a
+    held-out batch of another loss."""
+    found, weighs = _looked_at(data, contributions, measured)
+    every, train = {key[0] for key in contributions.by_key.keys() - found}, {key[0] for key in weighs}
+    alone = {key for key in found if key[0] in train and key[0] not in every}
+    coordinate = contributions.coordinate
+    return frozenset((rank, key[1:]) for rank in data.events for key in alone if coordinate.get(rank, rank) == key[0])
+
+
+def _looked_at(
+    data: StepData, contributions: Contributions, measured: Iterable[Held]
+) -> tuple[set[ContributionKey], set[ContributionKey]]:
+    """Contributions that were looked at, and passes that weigh something."""
     lines: dict[Line, set[ContributionKey]] = defaultdict(set)
     accumulated: set[ContributionKey] = set()
     for rank, events in data.events.items():
@@ -41,7 +61,7 @@ def looked_at(data: StepData, contributions: Contributions, measured: Iterable[H
                 else:
                     accumulated.add(key)
     if not lines:
-        return set()
+        return set(), set()
     measured = [held for held in measured if held.observed is not None]
     weighs, measured_keys = weighing(measured)
     if measured and all(np.isnan(held.observed).all() for held in measured if held.observed is not None):
@@ -53,7 +73,7 @@ def looked_at(data: StepData, contributions: Contributions, measured: Iterable[H
         for key in keys
         if key in contributions.by_key
     }
-    return found if len(found) < len(contributions.by_key) else set()
+    return found, weighs
 
 
 def weighing(measured: Iterable[Held]) -> tuple[set[ContributionKey], set[ContributionKey]]:

@@ -25,7 +25,7 @@ from gradcheck_dist.diagnosis.words import BY_HAND
 from gradcheck_dist.events import OWN_OPTIMIZER
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
 from gradcheck_dist.ledger.several_terms import Terms
-from gradcheck_dist.ledger.tracks import ParamKey, StepData
+from gradcheck_dist.ledger.tracks import ParamKey, Slot, StepData
 
 Cause = tuple[object, ...]
 HIDDEN = "where a clip by hand hides no division"
@@ -126,6 +126,7 @@ class StepVerdict:
     `summed`: ranks of one batch were taken to train on the sum of their losses, though few copies say so.
     `writes` are the trainer's own lines that multiply gradients, by file, line and factor.
     `shapes` are those of the weights that findings concern, `made_of` what the names of their factors are made of.
+    `looks`: by rank, passes that were only looked at, and beside which no other has tokens.
     `grad_norm` is that of the whole model before any clip, where it is known exactly. `references` are parameters of
     copies of the model that it was only compared with."""
 
@@ -167,6 +168,7 @@ class StepVerdict:
     reads: dict[Copy, Read] = field(default_factory=dict)
     shapes: dict[Cause, Pattern] = field(default_factory=dict)
     made_of: dict[Cause, Powers] = field(default_factory=dict)
+    looks: frozenset[tuple[int, Slot]] = frozenset()
     grad_norm: float | None = None
     references: frozenset[ParamKey] = frozenset()
 
