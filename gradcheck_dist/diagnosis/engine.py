@@ -42,6 +42,7 @@ from gradcheck_dist.diagnosis.steps.pass_counts import lay_to_passes
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
 from gradcheck_dist.diagnosis.steps.thrown_away import leave_thrown_away_open
 from gradcheck_dist.diagnosis.steps.turns import tell_turns
+from gradcheck_dist.diagnosis.steps.uncounted_beside import tell_uncounted
 from gradcheck_dist.diagnosis.steps.undone_behind import leave_assumed_open
 from gradcheck_dist.diagnosis.steps.unfollowed import without_keepers
 from gradcheck_dist.diagnosis.steps.unrecorded import passes_of, tell_unlike, tell_unusual
@@ -133,6 +134,7 @@ def conclude(
     tell_unusual(verdicts, passes)
     confirm(verdicts)
     leave_assumed_open(verdicts)
+    tell_uncounted(verdicts)
     if len(inferred := {(one.context.objective, one.context.objective_from) for one in verdicts}) == 1:
         objective, objective_from = inferred.pop()  # the weights of all steps tell what is meant
         objective_from = with_lengths(objective_from, [one.contributions for one in verdicts])

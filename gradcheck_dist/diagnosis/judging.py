@@ -69,6 +69,7 @@ from gradcheck_dist.diagnosis.steps.open_steps import (
 from gradcheck_dist.diagnosis.steps.param_clips import freed_of_params, is_last, of_params
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict, cause
 from gradcheck_dist.diagnosis.steps.thrown_away import thrown_away
+from gradcheck_dist.diagnosis.steps.uncounted_beside import uncounted
 from gradcheck_dist.diagnosis.steps.unfollowed import not_attached
 from gradcheck_dist.diagnosis.steps.units import unit_of, weights
 from gradcheck_dist.diagnosis.weighing import Assumed, Measurements, Reading, Weighed, read_step, weigh
@@ -116,11 +117,15 @@ class Judge:
 def judge_step(run: Run, step: int, objective: str, objective_from: str) -> StepVerdict:
     """Judge one optimizer step."""
     read = without_references(run, step)
-    verdict = Judge(read.run, step, objective, objective_from).assuming(Assumed())
+    judge = Judge(read.run, step, objective, objective_from)
+    verdict = judge.assuming(Assumed())
     if verdict.findings or verdict.reasons:
         left = without_emptied(read, step, perhaps_gone(verdict.held, verdict.data, verdict.contributions))
         if left is not read:
-            read, verdict = left, Judge(left.run, step, objective, objective_from).assuming(Assumed())
+            read, judge = left, Judge(left.run, step, objective, objective_from)
+            verdict = judge.assuming(Assumed())
+    if verdict.counted and not verdict.findings:
+        verdict.uncounted = uncounted(judge.assuming(Assumed(aside=verdict.counted)))
     verdict.references = read.params
     verdict.remarks += read.remarks
     return verdict
@@ -137,7 +142,7 @@ def _judge_as(run: Run, step: int, objective: str, objective_from: str, assumed:
 
     verdict = read(Reading())
     if looks := verdict.looks:
-        verdict = read(Reading(looked_at=looks))
+        verdict = judge.assuming(replace(assumed, aside=assumed.aside | looks))
         verdict.remarks.append(
             f"the gradients of {plural(len(looks), 'pass')} were handed to the caller, and nothing of these is in what "
             "the optimizer reads. No other loss counts tokens there, and others train: a look, and no part of the step"

@@ -10,6 +10,7 @@ from gradcheck_dist.diagnosis.audits.verified import left_out, not_summed, not_v
 from gradcheck_dist.diagnosis.losses import samples
 from gradcheck_dist.diagnosis.losses.aim import Aim
 from gradcheck_dist.diagnosis.losses.aims import aim, independent
+from gradcheck_dist.diagnosis.losses.beside_counted import counted_beside
 from gradcheck_dist.diagnosis.losses.kinds import kind_by_kind
 from gradcheck_dist.diagnosis.losses.returned import looked_at_alone
 from gradcheck_dist.diagnosis.losses.several_losses import OwnMeans, loss_by_loss
@@ -74,11 +75,13 @@ from gradcheck_dist.trace.run import Run
 class Assumed:
     """What a step is taken for. `drop_lost`: passes whose gradients were thrown away are meant so. `alone`: ranks that
     reduce no gradients between them train models of their own. `given`: weights at losses are those that these losses'
-    own backwards gave, and not those that arrived there."""
+    own backwards gave, and not those that arrived there. `aside`: by rank, passes whose losses are none of the step's.
+    """
 
     drop_lost: bool = False
     alone: bool = False
     given: bool = False
+    aside: frozenset[tuple[int, Slot]] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,15 +89,13 @@ class Reading:
     """How what was recorded is read. `handed`: passes that hand on what earlier ones left have these passes' tokens.
     `terms`: the losses that a pass adds up are terms with coefficients. `summed`: ranks of one batch that may train on
     the sum of their losses do so. `written`: which reading of losses in a sum is taken. `mixed`: losses that
-    compare the same logits are one with mixed labels, also where their coefficients do not tell it. `looked_at`: by
-    rank, passes whose losses are none of the step's."""
+    compare the same logits are one with mixed labels, also where their coefficients do not tell it."""
 
     handed: bool = True
     terms: bool = False
     summed: bool = False
     written: int | None = None
     mixed: bool = False
-    looked_at: frozenset[tuple[int, Slot]] = frozenset()
 
 
 class Records(NamedTuple):
@@ -126,7 +127,7 @@ class Measurements:
         if alike not in self.records:
             recorded = step_data(run, step)
             data = without_unwritten(with_chunks(without_looks(with_weights_of_others(recorded))))
-            data = without_losses_of(data, how.looked_at) if how.looked_at else data
+            data = without_losses_of(data, assumed.aside) if assumed.aside else data
             data = with_handed_on(data) if how.handed else data
             data = data if run.missing_ranks else with_given_gradients(data)
             data = as_given(data) if assumed.given else data
@@ -228,6 +229,7 @@ def weigh(
     measured, on_the_way = measurements.of(verdict, assumed, how)
     context.num_handed_over = len(on_the_way.matched)
     verdict.looks = looked_at_alone(data, contributions, measured)
+    verdict.counted = counted_beside(data, contributions, measured)
     if (late := from_before(measured)) is not None:
         verdict.reasons.append(late)
         return None
@@ -265,6 +267,7 @@ def weigh(
     verdict.contributions = target.contributions
     context.relative, context.of_means, context.as_written = target.relative, target.of_means, target.as_written
     context.of_samples, context.again = target.of_samples, target.again
+    verdict.times, verdict.unlike = target.times, target.unlike
     if target.of_samples and target.contributions.num_tokens:
         context.quantities["num_tokens"] = float(target.contributions.num_tokens)
     name_places(measured, data, target.contributions, target.expected)

@@ -21,15 +21,8 @@ def without_looks(data: StepData) -> StepData:
     """The same step without the passes that only looked."""
     data = _without_inputs(data)
     looks = {(rank, slot) for rank, events in data.events.items() for slot in _looks(data, rank, events)}
-    return without_losses_of(data, looks) if looks else data
-
-
-def without_losses_of(data: StepData, looks: Set[tuple[int, Slot]]) -> StepData:
-    """The same step without what some passes of ranks differentiated, and what that left."""
-    events = {
-        rank: [event for event in of_rank if not (isinstance(event, LossGradient) and (rank, _slot(event)) in looks)]
-        for rank, of_rank in data.events.items()
-    }
+    if not looks:
+        return data
     tracks = {
         key: {
             rank: replace(
@@ -39,7 +32,16 @@ def without_losses_of(data: StepData, looks: Set[tuple[int, Slot]]) -> StepData:
         }
         for key, of_rank in data.tracks.items()
     }
-    return replace(data, events=events, tracks=tracks)
+    return replace(without_losses_of(data, looks), tracks=tracks)
+
+
+def without_losses_of(data: StepData, passes: Set[tuple[int, Slot]]) -> StepData:
+    """The same step without the losses of some passes of ranks. What these left in gradients stays known as theirs."""
+    events = {
+        rank: [event for event in of_rank if not (isinstance(event, LossGradient) and (rank, _slot(event)) in passes)]
+        for rank, of_rank in data.events.items()
+    }
+    return replace(data, events=events)
 
 
 def _without_inputs(data: StepData) -> StepData:

@@ -17,7 +17,8 @@ MEANS_WEIGH = "Each pass's {times}: a coefficient, a sum or another count may be
 class Aim:
     """The contributions as they are counted and what each should weigh. `relative`: only compared with one another.
     `of_means`: each counts as one mean, whatever it is a mean of. `aside`: which loss was declared in vain.
-    `times`: what each pass's elements weigh of their part in one mean, `shares`: by what passes weigh unlike, in words.
+    `times`: what each pass's elements weigh of their part in one mean, `unlike`: whether these are several numbers,
+    `shares`: by what passes weigh unlike, in words.
     `as_written`: several losses of a pass are judged by one, without what is written before it in their sum.
     `of_samples`: each contribution counts its sequences; `of_elements`: what its one mean or sum goes over,
     `of_weighted`: tokens that weights of their own multiply.
@@ -31,6 +32,7 @@ class Aim:
     of_means: bool = False
     aside: str = ""
     times: str = ""
+    unlike: bool = False
     shares: str = ""
     as_written: bool = False
     of_samples: bool = False

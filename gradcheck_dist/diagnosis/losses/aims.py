@@ -264,13 +264,15 @@ def _functions_of_data(
     as they tell of elements, where these are others."""
     asked = partial(expected_apart, models=independent(data, contributions))
     of_elements = contributions if told is None else told
-    times = in_words(of_elements, measured, judge, asked)
+    times, unlike = in_words(of_elements, measured, judge, asked)
     if not times and (samples := by_samples(contributions, objective)) is not None:
         times = in_means(samples.contributions, measured, judge, asked)
     relative = partial(_relative, data, contributions, measured, times, _as_mean(of_elements))
     result = relative()
     shares = shares_of_mean(of_elements, measured, judge, asked) if _wrong(result, measured) else None
-    return result if shares is None else relative(shares)
+    result = result if shares is None else relative(shares)
+    result.unlike = unlike
+    return result
 
 
 def _in_parts(objective: str, counted: Aim, groups: list[list[ContributionKey]], measured: list[Held]) -> Aim:

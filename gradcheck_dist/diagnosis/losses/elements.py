@@ -347,25 +347,27 @@ def _right(one: Counted, measured: list[Held], judge: Judge) -> bool:
     return bool(cells) and all(cell.right for cell in cells)
 
 
-def in_words(contributions: Contributions, measured: list[Held], judge: Judge, expect: Expect) -> str:
-    """By how much the weights differ from those of a mean; "" where nothing tells. Of the mean over all elements where
-    all weights differ by one number from that, else of the average of each pass's mean."""
+def in_words(contributions: Contributions, measured: list[Held], judge: Judge, expect: Expect) -> tuple[str, bool]:
+    """By how much the weights differ from those of a mean, and whether by unlike numbers; "" where nothing tells. Of
+    the mean over all elements where all weights differ by one number from that, else of the average of each pass's
+    mean."""
     counts = [_counted(contributions, words) for words in (*OF_WEIGHTED, "entries", "elements")]
     one = next((one for one in counts if one is not None), None)
     said = ""
     if one is None:
-        return said
+        return said, False
     for asked, words in _MEANS_OF.items():
         one.expected = expect(asked, one.tokens)
         cells = [cell for held in judge(measured, one.contributions, one.expected) for cell in held.cells]
         ratios = [cell.ratio for cell in cells]
         if not ratios:
-            return ""
+            return "", False
         low, high = min(ratios), max(ratios)
         if high - low <= SAME * abs(median(ratios)):
-            return words.format(times=f"x {median(ratios):.6g}", named=_named(median(ratios), contributions))
+            named = _named(median(ratios), contributions)
+            return words.format(times=f"x {median(ratios):.6g}", named=named), False
         said = said or words.format(named="", times=_by_place(cells) or f"from x {low:.4g} to x {high:.4g}")
-    return said
+    return said, bool(said)
 
 
 def _named(number: float, contributions: Contributions) -> str:

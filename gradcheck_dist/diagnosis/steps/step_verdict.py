@@ -126,7 +126,10 @@ class StepVerdict:
     `summed`: ranks of one batch were taken to train on the sum of their losses, though few copies say so.
     `writes` are the trainer's own lines that multiply gradients, by file, line and factor.
     `shapes` are those of the weights that findings concern, `made_of` what the names of their factors are made of.
-    `looks`: by rank, passes that were only looked at, and beside which no other has tokens.
+    `looks`: by rank, passes that were only looked at, and beside which no other has tokens; `counted`: those that have
+    tokens, where others that have none train beside them. `times`: what means over elements that count no tokens weigh,
+    in words, and `unlike`: whether by unlike numbers. `uncounted`: where those beside are, what they show, and whether
+    that leaves the step open.
     `grad_norm` is that of the whole model before any clip, where it is known exactly. `references` are parameters of
     copies of the model that it was only compared with."""
 
@@ -169,6 +172,10 @@ class StepVerdict:
     shapes: dict[Cause, Pattern] = field(default_factory=dict)
     made_of: dict[Cause, Powers] = field(default_factory=dict)
     looks: frozenset[tuple[int, Slot]] = frozenset()
+    counted: frozenset[tuple[int, Slot]] = frozenset()
+    times: str = ""
+    unlike: bool = False
+    uncounted: tuple[str, str, bool] | None = None
     grad_norm: float | None = None
     references: frozenset[ParamKey] = frozenset()
 

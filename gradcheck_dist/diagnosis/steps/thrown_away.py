@@ -16,6 +16,7 @@ from gradcheck_dist.records import Site
 from gradcheck_dist.wording import numbered
 
 OR_LOST = "their tokens are lost: which is true is not known"
+LEFT_OVER = "left over from an epoch that did not fill its last window"
 LEAST_KEPT = 2
 UNCOUNTED = "sum"
 """The objective by which a step is right whatever number of passes it keeps."""
@@ -49,7 +50,7 @@ def _before_a_window(data: StepData, objective: str, recorded: Contributions, ke
         return None
     return Thrown(
         f"what the first passes leave is emptied before the others begin{emptied_at(data)}",
-        "may be left over from an epoch that did not fill its last window, or from a step that was skipped",
+        f"may be {LEFT_OVER}, or from a step that was skipped",
     )
 
 
