@@ -191,6 +191,23 @@ def test_what_is_never_emptied_is_one_finding_to_the_last_step(tmp_path: Path) -
     assert (finding.code, finding.steps) == ("GS402", [1, 2])
 
 
+@pytest.mark.parametrize("first", [1, 3])
+def test_steps_before_the_first_recorded_one_are_counted(tmp_path: Path, first: int) -> None:
+    """Nothing else tells there that a step is over, and none would ever be recorded."""
+    torch.manual_seed(0)
+    model = Net()
+    with attach(tmp_path, steps=range(first, 5)):
+        for step in range(5):
+            for k in range(2):
+                tokens, labels = batch(0, 2 * step + k)
+                loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), reduction="sum") / 40
+                (loss * (3 if step == 3 and k == 1 else 1)).backward()
+            set_to_none(model)
+    report = diagnose(read_run(tmp_path), objective="sum")
+    assert report.run.steps == list(range(first, 5))
+    assert {step for one in report.findings for step in one.steps if one.code == "GS000"} == {3}
+
+
 @pytest.mark.parametrize("stays", [False, True])
 def test_gradients_are_held_no_longer_than_to_the_next_forward_pass(tmp_path: Path, stays: bool) -> None:
     """Beside activations they would be memory that training does not have."""

@@ -132,6 +132,13 @@ class OwnOptimizer:
             self._forward.remove()
             self._forward = None
 
+    def idles(self) -> None:
+        """A backward pass begins of which nothing is recorded: steps are counted all the same."""
+        known = self._recorder.registry.infos() if not self._noted else ()
+        self.note([info.param for info in known if info.param.requires_grad and not info.regions] if known else None)
+        if self._forward is None:
+            self._forward = register_module_forward_pre_hook(self._called)
+
     def note(self, params: list[Tensor] | None = None) -> None:
         """Note what parameters hold when a step has begun; None: of those that were noted before."""
         self._begun = True

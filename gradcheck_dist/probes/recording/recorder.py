@@ -387,7 +387,7 @@ class Recorder(Sampler):
         self.ensure_step()
         if not self.recording:
             if self.own_optimizer is not None:
-                self.own_optimizer.note()
+                self.own_optimizer.idles()
             return None
         self.current = BackwardPass(self.next_seq(), microbatch, stage, caller_site())
         self.between_passes = False
