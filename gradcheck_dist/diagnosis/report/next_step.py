@@ -102,7 +102,8 @@ SAYS = {
     "or these passes are lost": "Nothing to do where these passes evaluate the step's batch once more; else call "
     "zero_grad() once a step, behind optimizer.step() or before the first pass.",
     LEFT_OVER: "Nothing to do where these passes belong to no step; recorded together with a step that begins behind "
-    "none of them (--steps 0:3), all is judged. Else call zero_grad() once a step, behind optimizer.step() or before its passes.",
+    "none of them (--steps 0:3), all is judged. Else call zero_grad() once a step, behind optimizer.step() or before "
+    "its passes.",
     BESIDE: "Nothing to do where these passes are meant to weigh so; else multiply their losses by one number on all "
     "ranks and in all passes. Recorded once without the losses that count tokens, they are judged alone.",
     OR_LOST: "Nothing to do where these gradients are meant for something else (torch.autograd.grad leaves .grad "
