@@ -15,6 +15,7 @@ from gradcheck_dist.wording import plural, sentence
 
 MAX_CONSEQUENCES = 8
 NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?")
+OF_STEPS = re.compile(r"^steps? [\d, toand]+: ")
 MIN_HEADLINE, MAX_HEADLINE = 20, 140
 """Characters of a reason that are read at a glance."""
 UNIFORM = "every contribution"
@@ -162,8 +163,8 @@ def _why(report: Report) -> str:
     if not report.reasons:
         return "The trace does not hold what a judgement needs."
     # What the first reason begins with is the headline.
-    alike = {NUMBER.sub("", reason): reason for reason in reversed(report.reasons)}
-    shown = [reason for reason in report.reasons if alike[NUMBER.sub("", reason)] is reason]
+    alike = {_but_numbers(reason): reason for reason in reversed(report.reasons)}
+    shown = [reason for reason in report.reasons if alike[_but_numbers(reason)] is reason]
     rest = [part for part in (_in_two(shown[0])[1], *shown[1:]) if part]
     sentences = [f"{sentence(reason).rstrip('.')}." for reason in rest]
     if num_more := len(report.reasons) - len(shown):
@@ -175,6 +176,10 @@ def _why(report: Report) -> str:
         else "No weight could be compared."
     )
     return prose(" ".join([*sentences, compared]))
+
+
+def _but_numbers(reason: str) -> str:
+    return NUMBER.sub("", OF_STEPS.sub("", reason))
 
 
 def _in_two(reason: str) -> tuple[str, str]:
