@@ -28,7 +28,7 @@ from gradcheck_dist.diagnosis.steps.hand_clip import settle
 from gradcheck_dist.diagnosis.steps.handmade import weigh
 from gradcheck_dist.diagnosis.steps.kept_apart import leave_tasks_open
 from gradcheck_dist.diagnosis.steps.left_over import say_lost
-from gradcheck_dist.diagnosis.steps.named_steps import name_steps
+from gradcheck_dist.diagnosis.steps.named_steps import name_steps, words_of_steps
 from gradcheck_dist.diagnosis.steps.never_read import leave_unread_open
 from gradcheck_dist.diagnosis.steps.one_law import tell_one_law
 from gradcheck_dist.diagnosis.steps.open_steps import leave_unmade_open
@@ -98,7 +98,7 @@ def conclude(
     """The report of a run whose steps were judged; of `run` only what belongs to no single step is read."""
     notes = [f"step {step}: the GradScaler found an overflow and skipped the optimizer" for step in skipped]
     problems = []
-    own_reasons = {reason for verdict in verdicts for reason in verdict.reasons}
+    of_steps = words_of_steps(verdicts)
     whole = [verdict for verdict in verdicts if verdict.data.complete or skipped_apart(verdict)]
     say_lost(run, verdicts, whole)
     if whole and len(whole) < len(verdicts):
@@ -140,7 +140,7 @@ def conclude(
     if len(inferred := {(one.context.objective, one.context.objective_from) for one in verdicts}) == 1:
         objective, objective_from = inferred.pop()  # the weights of all steps tell what is meant
         objective_from = with_lengths(objective_from, [one.contributions for one in verdicts])
-    name_steps(verdicts, own_reasons)
+    name_steps(verdicts, of_steps)
     report = report_of(run, verdicts, objective, objective_from, skipped, blind)
     report.run.skipped_steps = list(skipped)
     report.coverage.notes += [verdict.verified for verdict in verdicts if verdict.verified]
