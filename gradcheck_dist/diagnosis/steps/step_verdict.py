@@ -26,8 +26,14 @@ from gradcheck_dist.events import OWN_OPTIMIZER
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
 from gradcheck_dist.ledger.several_terms import Terms
 from gradcheck_dist.ledger.tracks import ParamKey, Slot, StepData
+from gradcheck_dist.wording import numbered, plural
 
 Cause = tuple[object, ...]
+UNIFORM = "every contribution"
+SAME = 1e-3
+"""Relative; factors that differ by more are told by step."""
+MOST_TOLD = 4
+OF_STEP = "The factor is that of step"
 HIDDEN = "where a clip by hand hides no division"
 """Evidence of a candidate that only steps with a clip leave open."""
 
@@ -239,6 +245,7 @@ def merged(verdicts: Sequence[StepVerdict]) -> list[Finding]:
     that begin at zero, the first step's gradients are zero."""
     result: dict[Cause, Finding] = {}
     effects: dict[Cause, list[Effect]] = defaultdict(list)
+    factors: dict[Cause, dict[int, float]] = defaultdict(dict)
     for verdict in verdicts:
         for finding in verdict.findings:
             key = cause(finding)
@@ -250,10 +257,28 @@ def merged(verdicts: Sequence[StepVerdict]) -> list[Finding]:
                 known.steps = sorted({*known.steps, *finding.steps})
             if key in verdict.effects:
                 effects[key].append(verdict.effects[key])
+            if finding.pattern.startswith(UNIFORM) and finding.factor.observed is not None:
+                factors[key][verdict.context.step] = finding.factor.observed
     for key, of_steps in effects.items():
         result[key].consequence = consequence(of_steps)
+    for key, by_step in factors.items():
+        result[key].explanation += _other_factors(result[key], by_step)
     order = {"error": 0, "warning": 1, "info": 2}
     return sorted(result.values(), key=lambda finding: (order[finding.severity], finding.code == "GS000", finding.step))
+
+
+def _other_factors(finding: Finding, by_step: Mapping[int, float]) -> str:
+    """By which other numbers weights are off in other steps than the one that a finding tells of, in words."""
+    own, tolerance = finding.factor.observed, max(finding.factor.tolerance or 0.0, SAME)
+    others: dict[str, list[int]] = defaultdict(list)
+    for step, factor in by_step.items():
+        if own is not None and abs(factor - own) > tolerance * abs(own):
+            others[f"{factor:.6g}"].append(step)
+    if not others or OF_STEP in finding.explanation:
+        return ""
+    told = [f"x {factor} in {numbered('step', steps)}" for factor, steps in list(others.items())[:MOST_TOLD]]
+    more = f" and others in {plural(len(others) - MOST_TOLD, 'more step')}" if len(others) > MOST_TOLD else ""
+    return f" {OF_STEP} {finding.step}: it is {', '.join(told)}{more}."
 
 
 def recorded_norms(verdicts: Iterable[StepVerdict]) -> dict[int, float]:

@@ -1,0 +1,40 @@
+"""One cause has another factor in another step: a count that is wrong there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from random_trainers import global_mean
+from simulator import Trainer, World
+
+from gradcheck_dist.diagnosis.finding import Factor, Finding
+from gradcheck_dist.diagnosis.judging import judge_step
+from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict, merged
+
+RUN = World(Trainer(root=global_mean(), op="sum")).run()
+
+
+def off_by(step: int, factor: float) -> StepVerdict:
+    verdict = judge_step(RUN, 0, "global-token-mean", "given")
+    finding = Finding(
+        code="GS000", name="", severity="error", step=step, factor=Factor(observed=factor), units=[], num_parameters=1,
+        pattern=f"every contribution x {factor:g}", ranks=[0, 1], first_event=None, explanation="Off.", fix="",
+        steps=[step],
+    )  # fmt: skip
+    return replace(verdict, context=replace(verdict.context, step=step), findings=[finding], effects={})
+
+
+@pytest.mark.parametrize(
+    ("factors", "told"),
+    [
+        ((2.0, 2.0, 2.0), "Off."),
+        ((2.0, 1.5, 3.0), "Off. The factor is that of step 0: it is x 1.5 in step 1, x 3 in step 2."),
+        ((2.0, 1.5, 2.0, 1.5), "Off. The factor is that of step 0: it is x 1.5 in steps 1 and 3."),
+    ],
+)
+def test_the_finding_tells_which_factor_is_which_steps(factors: tuple[float, ...], told: str) -> None:
+    verdicts = [off_by(step, factor) for step, factor in enumerate(factors)]
+    for _ in range(2):  # screens join findings again as steps come
+        (finding,) = merged(verdicts)
+        assert (finding.steps, finding.explanation) == (list(range(len(factors))), told)
