@@ -161,3 +161,24 @@ def test_the_rest_of_an_epoch_is_left_open_and_a_window_that_loses_its_first_pas
     assert (report.verdict, [finding.code for finding in report.findings]) == (verdict, codes)
     if divided_by == "kept":
         assert "did not fill its last window" in report.reasons[0]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_fault_of_one_step_behind_the_rest_of_an_epoch_is_all_that_is_told(tmp_path: Path, first: int) -> None:
+    """`first`: whether a step was recorded that begins behind no such batch."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with attach(tmp_path / "run", steps=f"{first}:4"):
+        for key in range(12):
+            window = [batch(0, (key + 1) // 3 * 3 + k) for k in range(3)]
+            num_tokens = sum(int((labels != -100).sum()) for _, labels in window[1:])
+            loss_of(model, window[(key + 1) % 3], reduction="sum").backward()
+            if key % 3 == 1:
+                for param in model.parameters():
+                    assert param.grad is not None
+                    param.grad.mul_((2 if key // 3 == 2 else 1) / num_tokens)
+                optimizer.step()
+            if key % 3 > 0:
+                optimizer.zero_grad()
+    (finding,) = judged(tmp_path / "run").findings
+    assert (finding.steps, finding.factor.exact) == ([2], "2")

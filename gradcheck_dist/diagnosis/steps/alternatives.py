@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict, cause
+from gradcheck_dist.diagnosis.steps.step_verdict import Cause, StepVerdict, cause
 from gradcheck_dist.ledger.apart import Averaged, averaged
 from gradcheck_dist.ledger.expected import TOTALS
 from gradcheck_dist.trace.run import Run
@@ -55,7 +55,7 @@ def without_warm_up(verdicts: list[StepVerdict]) -> tuple[list[StepVerdict], lis
     usual = {cause(found) for one, gone in zip(verdicts, lost, strict=True) if not gone for found in one.findings}
     shown = {cause(found) for one, gone in zip(chosen, lost, strict=True) if gone for found in one.findings}
     by_line = any(found.code == LOST for found in verdicts[0].findings)
-    if shown - usual and not (only_first and by_line):
+    if shown - usual and not (only_first and by_line) and not _fewer_without(verdicts, chosen, lost, shown - usual):
         return verdicts, []
     if only_first and _were_counted(verdicts, chosen):
         return verdicts, []
@@ -68,6 +68,16 @@ def without_warm_up(verdicts: list[StepVerdict]) -> tuple[list[StepVerdict], lis
             "taken for steps that were skipped on purpose, or for statistics"
         )
     return chosen, [note]
+
+
+def _fewer_without(
+    verdicts: list[StepVerdict], without: list[StepVerdict], lost: list[bool], unusual: set[Cause]
+) -> bool:
+    """Whether some steps show nothing unusual without the passes that they throw away, and the others, which have a
+    fault of their own, fewer findings than with them."""
+    pairs = [(one, other) for one, other, gone in zip(verdicts, without, lost, strict=True) if gone]
+    wrong = [pair for pair in pairs if any(cause(found) in unusual for found in pair[1].findings)]
+    return len(wrong) < len(pairs) and all(len(other.findings) < len(one.findings) for one, other in wrong)
 
 
 def _throws_away(verdict: StepVerdict) -> bool:

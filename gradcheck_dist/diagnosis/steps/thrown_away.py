@@ -77,13 +77,19 @@ def leave_thrown_away_open(verdicts: Sequence[StepVerdict]) -> list[StepVerdict]
     """The steps as they are without what each of them throws away, every other token weighing what it should without
     it. So statistics of gradients are taken, and attacks on the input computed from another batch, at lines of their
     own; so the rest of an epoch goes. A step that loses what belongs to it divides by its tokens as well, or loses what
-    one line of a loop made."""
-    chosen = [verdict.without_lost for verdict in verdicts if verdict.without_lost is not None and verdict.thrown]
-    if not chosen or len(chosen) < len(verdicts) or verdicts[0].thrown is None:
+    one line of a loop made. One that is wrong all the same has fewer findings without it, where it has a fault of its
+    own beside other steps that are right."""
+    thrown = next((verdict.thrown for verdict in verdicts if verdict.thrown is not None), None)
+    chosen = [
+        verdict.without_lost
+        for verdict in verdicts
+        if verdict.without_lost is not None
+        if verdict.thrown is not None or len(verdict.without_lost.findings) < len(verdict.findings)
+    ]
+    if thrown is None or len(chosen) < len(verdicts):
         return list(verdicts)
     chosen[0].reasons.append(
-        f"{numbered('step', [one.context.step for one in chosen])}: {verdicts[0].thrown.where}. All other tokens weigh "
-        f"what they should without these passes, so that they {verdicts[0].thrown.meant}; if they belong to the step, "
-        f"{OR_LOST}"
+        f"{numbered('step', [one.context.step for one in chosen])}: {thrown.where}. All other tokens weigh what they "
+        f"should without these passes, so that they {thrown.meant}; if they belong to the step, {OR_LOST}"
     )
     return chosen
