@@ -40,12 +40,12 @@ def _why_not_all(run: Run, report: Report, right: list[int], wrong: list[int], r
     for deviation in _off(run, report.run.objective, right, read):
         return f"and so they are in step {deviation.step}, which was measured and in which nothing was found"
     for deviation in _off(run, report.run.objective, wrong, read):
-        if _measured_otherwise(report, deviation):
+        if measured_otherwise(report, deviation):
             return f"and so they are in step {deviation.step}, in which other weights were measured"
     return ""
 
 
-def _measured_otherwise(report: Report, deviation: Deviation) -> bool:
+def measured_otherwise(report: Report, deviation: Deviation) -> bool:
     """Whether no parameter's weights were measured to be off as they are by the records."""
     ratios: dict[str, list[float]] = {}
     for weight in report.weights:

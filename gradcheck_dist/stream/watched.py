@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -15,7 +15,7 @@ from gradcheck_dist.stream.plain import PlainReader, UnmeasuredReader
 from gradcheck_dist.stream.series import Series
 from gradcheck_dist.stream.shares import ReadShares, read_shares
 from gradcheck_dist.stream.summaries import READ_BYTES
-from gradcheck_dist.stream.trusted import Records
+from gradcheck_dist.stream.trusted import Records, measured_otherwise
 from gradcheck_dist.stream.watch import Deviation, Watch
 from gradcheck_dist.trace.run import Run
 from gradcheck_dist.trace.store import size_of
@@ -190,6 +190,8 @@ def _take_over(report: Report, watched: Watched) -> list[tuple[Finding, Deviatio
                 continue
             if not same_ends((deviation.low, deviation.high), _ends(report, step, finding.ranks)):
                 continue
+            if measured_otherwise(report, replace(deviation, step=step)):
+                continue  # what is off as documented there is not what was found
             _name(report, causes[0], finding, "As documented, it was the same")
             break
         else:

@@ -132,3 +132,23 @@ def test_losses_that_count_no_tokens_are_the_one_reason_where_there_are_no_sampl
     [reason] = [one for one in report.reasons if "without samples" in one]
     assert reason.startswith("2 steps recorded without samples cannot be judged: a loss counts no tokens")
     assert "--every N" in reason
+
+
+def test_steps_that_are_off_by_what_only_samples_show_are_not_laid_to_a_measured_fault(tmp_path: Path) -> None:
+    """All are off as documented by a division of gradients; the measured one holds what an earlier step left, too."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    with gradcheck_dist.attach(tmp_path / "run", steps=range(2, 3), every_step=True):
+        for step in range(6):
+            for _ in range(2):
+                F.cross_entropy(model(torch.randn(6, 8)), torch.randint(0, 5, (6,)), reduction="sum").backward()
+            for param in model.parameters():
+                assert param.grad is not None
+                param.grad.mul_(1 / 12)
+            optimizer.step()
+            if step != 1:
+                optimizer.zero_grad()
+    report = diagnose_run(tmp_path / "run")
+    assert [(finding.code, finding.steps) for finding in report.findings] == [("GS402", [2])]
+    assert any("in which other weights were measured" in reason for reason in report.reasons)

@@ -84,12 +84,18 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
         counted = finding.code in ("GS000", "GS102", "GS104") and factor is not None
         return here and counted and abs((factor or 0.0) / copies - 1) <= SAME_FACTOR
 
+    step = facts.context.step
+    since = f"in step {step}" if step else "from the first step on"
+    apart = (
+        " Or they are copies that a step before the recorded ones set apart (one without a reduction): what began at "
+        "zero is each rank's own updates alone then. Recorded from the first step on (--steps 0:3), this is told."
+    ) * bool(step)
     yield Remark(
         answer=Answer(
             explanation=f"The gradients of {shown} are combined over {numbered('rank', found.ranks)}, which hold "
-            f"different values under these names (ranks with equal ones: {groups}), from the first step on{beside}. "
+            f"different values under these names (ranks with equal ones: {groups}), {since}{beside}. "
             "They are experts, shards or heads of their own, or copies that were never made equal; in both cases the "
-            f"sum belongs to no parameter.{again}",
+            f"sum belongs to no parameter.{again}{apart}",
             fix=f"Reduce them over ranks that hold the same parameter only ({groups}"
             f"{' and those that are left out: another process group' * wrong_ranks}). If they are meant to be copies, "
             "broadcast them from one rank before the first step.",

@@ -73,11 +73,11 @@ def without_warm_up(verdicts: list[StepVerdict]) -> tuple[list[StepVerdict], lis
 def _fewer_without(
     verdicts: list[StepVerdict], without: list[StepVerdict], lost: list[bool], unusual: set[Cause]
 ) -> bool:
-    """Whether some steps show nothing unusual without the passes that they throw away, and the others, which have a
-    fault of their own, fewer findings than with them."""
+    """Whether the steps that show something unusual also without the passes that they throw away, a fault of their own,
+    have fewer findings so than with them."""
     pairs = [(one, other) for one, other, gone in zip(verdicts, without, lost, strict=True) if gone]
     wrong = [pair for pair in pairs if any(cause(found) in unusual for found in pair[1].findings)]
-    return len(wrong) < len(pairs) and all(len(other.findings) < len(one.findings) for one, other in wrong)
+    return all(len(other.findings) < len(one.findings) for one, other in wrong)
 
 
 def _throws_away(verdict: StepVerdict) -> bool:
