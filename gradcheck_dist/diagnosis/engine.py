@@ -22,7 +22,7 @@ from gradcheck_dist.diagnosis.steps.alternatives import (
 )
 from gradcheck_dist.diagnosis.steps.changed_in import NO_COMBINATION
 from gradcheck_dist.diagnosis.steps.computed_behind import leave_computed_open
-from gradcheck_dist.diagnosis.steps.drift import leave_drift
+from gradcheck_dist.diagnosis.steps.drift import leave_drift, leave_drift_between_open
 from gradcheck_dist.diagnosis.steps.earlier_gradients import tell_earlier_gradients
 from gradcheck_dist.diagnosis.steps.hand_clip import settle
 from gradcheck_dist.diagnosis.steps.handmade import weigh
@@ -137,6 +137,7 @@ def conclude(
     confirm(verdicts)
     leave_assumed_open(verdicts)
     tell_uncounted(verdicts)
+    leave_drift_between_open(run, verdicts)
     if len(inferred := {(one.context.objective, one.context.objective_from) for one in verdicts}) == 1:
         objective, objective_from = inferred.pop()  # the weights of all steps tell what is meant
         objective_from = with_lengths(objective_from, [one.contributions for one in verdicts])

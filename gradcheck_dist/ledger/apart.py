@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -50,6 +53,41 @@ def averaged(run: Run) -> Averaged | None:
             changed = Averaged(*moment, alike=False)
         unequal |= len(found) > 1
     return changed
+
+
+@dataclass(frozen=True)
+class Drifted:
+    """`ranks` were updated alike in step `before`, and hold other values than one another when `behind` begins."""
+
+    before: int
+    behind: int
+    ranks: tuple[int, ...]
+
+
+def drifted_between(run: Run, steps: Sequence[int]) -> Drifted | None:
+    """The first steps between which ranks drifted apart where nothing was recorded; None where they did not."""
+    seen = {rank: _ends(run, rank) for rank in sorted(run.ranks)}
+    for before, behind in pairwise(sorted(steps)):
+        if behind == before + 1:
+            continue
+        alike: dict[tuple[int | None, ...], list[int]] = defaultdict(list)
+        for rank, ends in seen.items():
+            begun, left = ends.get((before, False)), ends.get((before, True))
+            if None not in (begun, left, ends.get((behind, False))) and begun != left:
+                alike[begun, left].append(rank)
+        for ranks in alike.values():
+            if len({seen[rank][behind, False] for rank in ranks}) > 1:
+                return Drifted(before, behind, tuple(ranks))
+    return None
+
+
+def _ends(run: Run, rank: int) -> dict[tuple[int, bool], int]:
+    """The checksum when a step began, and the last one when an optimizer had stepped in it (True)."""
+    found: dict[tuple[int, bool], int] = {}
+    for event in sorted((e for e in run.ranks[rank].events if isinstance(e, Replica)), key=lambda e: e.seq):
+        if not event.num_steps_later:
+            found[event.step, event.after] = event.fingerprint
+    return found
 
 
 def _states(run: Run, rank: int) -> dict[tuple[int, int], tuple[int | None, int, bool | None]]:

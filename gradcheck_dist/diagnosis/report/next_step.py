@@ -17,6 +17,7 @@ from gradcheck_dist.diagnosis.open_cases.parted_heads import PARTED
 from gradcheck_dist.diagnosis.open_cases.stepped_again import AGAIN
 from gradcheck_dist.diagnosis.steps.changed_in import LINES
 from gradcheck_dist.diagnosis.steps.computed_behind import NOT_THEIRS
+from gradcheck_dist.diagnosis.steps.drift import DRIFTED
 from gradcheck_dist.diagnosis.steps.hand_clip import AS_EVER
 from gradcheck_dist.diagnosis.steps.lone import ALONE
 from gradcheck_dist.diagnosis.steps.never_read import ELSEWHERE, NEVER_READ
@@ -101,6 +102,7 @@ SAYS = {
     "microbatch-mean, rank-token-mean, sequence-mean or global-token-mean.",
     "or these passes are lost": "Nothing to do where these passes evaluate the step's batch once more; else call "
     "zero_grad() once a step, behind optimizer.step() or before the first pass.",
+    DRIFTED: "Record the steps that the reason names. Nothing to do where ranks are meant to train apart there.",
     LEFT_OVER: "Nothing to do where these passes belong to no step; recorded together with a step that begins behind "
     "none of them (--steps 0:3), all is judged. Else call zero_grad() once a step, behind optimizer.step() or before "
     "its passes.",

@@ -10,9 +10,13 @@ from collections.abc import Iterable, Sequence
 
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict, cause
 from gradcheck_dist.diagnosis.weights.cells import Cell, Held
+from gradcheck_dist.ledger.apart import drifted_between
 from gradcheck_dist.ledger.contributions import ContributionKey
 from gradcheck_dist.ledger.tracks import ParamKey
+from gradcheck_dist.trace.run import Run
+from gradcheck_dist.wording import numbered
 
+DRIFTED = "what was not recorded in between gave each rank updates of its own"
 SETS_APART = frozenset({"GS103", "GS601", "GS602", "GS703", "GS802"})
 """What gives ranks that hold copies unequal updates: parts that are not summed, coefficients of their own."""
 FOLLOWS = frozenset({"GS000", "GS103", "GS105", "GS703", "GS802"})
@@ -33,6 +37,21 @@ def sets_apart(judged: Iterable[Held]) -> bool:
             if abs(cell.ratio - other.ratio) > cell.margin + other.margin:
                 return True
     return False
+
+
+def leave_drift_between_open(run: Run, verdicts: Sequence[StepVerdict]) -> None:
+    """Leave open what happened in steps that were not recorded, where copies went in alike and came out unlike."""
+    accused = any(one.code in SETS_APART for verdict in verdicts for one in verdict.errors)
+    found = None if accused else drifted_between(run, [verdict.context.step for verdict in verdicts])
+    if found is None:
+        return
+    first, last = found.before + 1, found.behind
+    verdict = next(one for one in verdicts if one.context.step == found.behind)
+    verdict.reasons.append(
+        f"{numbered('rank', found.ranks)} updated the same parameters alike in step {found.before}, and hold other "
+        f"values than one another when step {last} begins: {DRIFTED}, as a missing reduction does. --steps "
+        f"{first}:{last} records {'it' if last - first == 1 else 'them'}"
+    )
 
 
 def leave_drift(verdicts: Sequence[StepVerdict]) -> None:
