@@ -11,6 +11,7 @@ from gradcheck_dist.diagnosis.words import in_short
 from gradcheck_dist.events import Backward
 from gradcheck_dist.ledger.contributions import Contributions
 from gradcheck_dist.ledger.discarded import emptied_at
+from gradcheck_dist.ledger.one_forward import forwards_of
 from gradcheck_dist.ledger.tracks import StepData
 from gradcheck_dist.records import Site
 from gradcheck_dist.wording import numbered
@@ -36,15 +37,17 @@ def thrown_away(data: StepData, objective: str, recorded: Contributions, kept: C
 
 def _before_a_window(data: StepData, objective: str, recorded: Contributions, kept: Contributions) -> Thrown | None:
     """The passes that came in front of several which the step keeps, and by whose number, or tokens, it divides: a
-    zero_grad in the wrong place leaves a divisor that counts what it emptied. One pass that is kept alone tells
-    nothing, for its mean divides by no number of passes."""
+    zero_grad in the wrong place leaves a divisor that counts what it emptied. One pass of a line that is kept alone, or
+    several of one forward pass, tell nothing, for they divide by no number of batches."""
     first: dict[int, int] = {}
-    steps: dict[int, set[int]] = defaultdict(set)
-    for data_rank, step, _ in kept.by_key:
-        steps[data_rank].add(step)
+    steps: dict[tuple[int, Site | None], set[int]] = defaultdict(set)
+    for (data_rank, step, _), one in kept.by_key.items():
+        steps[data_rank, one.loss.site if one.loss is not None else None].add(step)
         first[data_rank] = min(step, first.get(data_rank, step))
     lost = recorded.by_key.keys() - kept.by_key.keys()
-    if objective == UNCOUNTED or not lost or any(len(of_rank) < LEAST_KEPT for of_rank in steps.values()):
+    if objective == UNCOUNTED or not lost or any(len(of_line) < LEAST_KEPT for of_line in steps.values()):
+        return None
+    if forwards_of(data, recorded.by_key):
         return None
     if any(step >= first.get(data_rank, 0) for data_rank, step, _ in lost):
         return None
