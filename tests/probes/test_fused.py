@@ -65,14 +65,15 @@ class FusedLinear(nn.Module):
 
 
 class ReplacingLinear(FusedLinear):
-    """Replaces in the first of three passes, or in each."""
+    """Replaces in the first of three passes, or in each; "idle": has nothing to do in that first one."""
 
     num_calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        self.weight.overwrite_main_grad = self.placeholder == "each" or self.num_calls % 3 == 0  # type: ignore[assignment]
+        first = self.num_calls % 3 == 0
+        self.weight.overwrite_main_grad = self.placeholder == "each" or first  # type: ignore[assignment]
         self.num_calls += 1
-        return ReplacingProduct.apply(x, self.weight)
+        return x if self.placeholder == "idle" and first else ReplacingProduct.apply(x, self.weight)
 
 
 class IdleExpert(FusedLinear):
@@ -146,6 +147,11 @@ def test_a_product_that_replaces_what_the_buffer_held_adds_all_that_is_in_it(rep
         assert (report.verdict, found) == ("clean", []), report.reasons
     else:
         assert found == [("GS401", ["inner.weight"], "accumulation steps 0 and 1 x 0, the rest x 1")]
+
+
+def test_what_an_idle_product_left_in_the_buffer_is_no_contribution(tmp_path: Path) -> None:
+    train(tmp_path, "idle", 1.0, make=ReplacingLinear)
+    assert [one.code for one in diagnose(read_run(tmp_path)).findings] == ["GS402"]
 
 
 def test_verification_meets_a_parameter_that_is_handed_no_gradient(tmp_path: Path) -> None:

@@ -88,9 +88,10 @@ def closed(recorder: Recorder, state: _Buffers, current: BackwardPass) -> None:
             ordinary.add(info.id)
             state.candidates.pop(info.id, None)
             continue
-        change = buffer.detach().take(plan.indices)
-        if not getattr(info.param, REPLACED_FLAG, False):
-            change = change - values
+        found = buffer.detach().take(plan.indices)
+        change = found - values
+        if getattr(info.param, REPLACED_FLAG, False):  # where the product was applied at all
+            change = torch.where(change.any(), found, change)
         if added or not is_host(change) or bool(change.any()):  # elsewhere it may be one of zeros
             current.touched[info.id] = info
             recorder.keep(current.seq, LEAF, plan, change)
