@@ -1,9 +1,9 @@
 """Gradients that were only looked at: GradNorm asks for those of one layer before it knows a task's coefficient.
 
 One evaluation of a loss is differentiated twice, and the first pass reaches a part only of the parameters of the other,
-or hands to the caller (torch.autograd.grad) what the other leaves in `.grad`. It is no contribution of its own; were it
-put into `.grad` all the same, the other's weights would show it. Nor is a pass that reaches no parameter: gradients of
-inputs, for saliency or an adversary, in between.
+or hands to the caller (torch.autograd.grad) what the other leaves in `.grad`; so may another evaluation of the same
+batch. It is no contribution of its own; were it put into `.grad` all the same, the other's weights would show it. Nor
+is a pass that reaches no parameter: gradients of inputs, for saliency or an adversary, in between.
 """
 
 from __future__ import annotations
@@ -12,9 +12,13 @@ from collections.abc import Set
 from dataclasses import replace
 
 import msgspec
+import numpy as np
 
-from gradcheck_dist.events import Backward, Event, LossGradient, RootValue, StageGradient
+from gradcheck_dist.events import Backward, Event, Loss, LossGradient, RootValue, StageGradient
 from gradcheck_dist.ledger.tracks import Slot, StepData
+
+ALIKE = 1e-6
+"""Relative; how far two gradients of one direction are from being parallel, at most."""
 
 
 def without_looks(data: StepData) -> StepData:
@@ -100,18 +104,38 @@ def _looks(data: StepData, rank: int, events: list[Event]) -> list[Slot]:
     for ids in losses.values():
         for loss_id in ids:
             of_loss[loss_id] = of_loss.get(loss_id, 0) + 1
-    if all(count < 2 for count in of_loss.values()):
+    returned = {_slot(event) for event in events if isinstance(event, Backward) and event.returned}
+    if not returned and all(count < 2 for count in of_loss.values()):
         return []
     reached = {
         _slot(event): set(data.params_of(rank, event.params))
         for event in events
         if isinstance(event, Backward) and event.params is not None
     }
-    returned = {_slot(event) for event in events if isinstance(event, Backward) and event.returned}
+    hashes = {event.loss_id: event.label_hash for event in events if isinstance(event, Loss)}
+    labels = {slot: {hashes.get(loss_id) for loss_id in ids} for slot, ids in losses.items()}
 
     def looks(one: Slot, other: Slot) -> bool:
         own, others = reached.get(one, set()), reached.get(other, set())
         handed_over = one in returned and other not in returned
-        return losses[one] <= losses[other] and (own < others or (handed_over and own <= others))
+        if losses[one] <= losses[other]:
+            return own < others or (handed_over and own <= others)
+        again = handed_over and None not in labels[one] and labels[one] == labels[other] and own <= others
+        return again and _brings_the_same(data, rank, own, one, other)
 
     return [one for one in losses if any(looks(one, other) for other in losses)]
+
+
+def _brings_the_same(data: StepData, rank: int, params: set[int], one: Slot, other: Slot) -> bool:
+    """Whether two evaluations of one batch left some parameters gradients of one direction: what was read of them is
+    both, or either, and no measurement tells which."""
+    pairs = [
+        (track.leaves[one][1].data, track.leaves[other][1].data)
+        for of_rank in data.tracks.values()
+        if (track := of_rank.get(rank)) is not None and track.param.id in params
+        if one in track.leaves and other in track.leaves
+    ]
+    return bool(pairs) and all(
+        len(mine) == len(theirs) and abs(mine @ theirs) >= (1 - ALIKE) * np.linalg.norm(mine) * np.linalg.norm(theirs)
+        for mine, theirs in ((np.nan_to_num(first), np.nan_to_num(second)) for first, second in pairs)
+    )

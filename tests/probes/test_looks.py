@@ -146,3 +146,24 @@ def test_a_held_out_batch_of_a_loss_with_labels_is_no_part_of_errors_that_count_
     assert report.findings == []
     assert report.verdict == ("clean" if factor == 1 else "undetermined")
     assert any("handed to the caller" in note for note in report.coverage.notes)
+
+
+@pytest.mark.parametrize("added", [False, True])
+def test_the_last_layers_gradient_on_the_steps_own_batch_is_a_look(tmp_path: Path, added: bool) -> None:
+    """Of another forward pass. `added`: it is put into `.grad` all the same, which doubles what the layer gets."""
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        tokens, labels = batch(0, 0)
+        looked = torch.autograd.grad(
+            F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten()), list(model.head.parameters())
+        )
+        F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten()).backward()
+        for param, gradient in zip(model.head.parameters(), looked if added else (), strict=False):
+            param.grad += gradient
+        optimizer.step()
+        optimizer.zero_grad()
+
+    record(step, tmp_path / "run", steps=2)
+    report = judged(tmp_path / "run")
+    assert report.verdict == ("findings" if added else "clean")
+    assert [finding.factor.observed for finding in report.findings] == ([pytest.approx(2)] if added else [])
