@@ -111,7 +111,8 @@ def test_mixed_labels_weigh_as_much_as_the_pass(tmp_path: Path, form: Form) -> N
     report = trained(tmp_path / "run", form)
     assert (report.verdict, report.reasons) == ("clean", [])
     told = [remark for remark in report.coverage.notes if "taken for one loss with mixed labels" in remark]
-    assert told[0].startswith("2 losses of one pass compare the same logits")
+    assert "2 losses of one pass compare the same logits" in told[0]
+    assert told[0].startswith("steps 1 and 2: ") == (form is in_some_passes)
 
 
 @pytest.mark.parametrize("form", FORMS)
