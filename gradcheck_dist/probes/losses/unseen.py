@@ -213,7 +213,8 @@ def _watch_soft_targets(recorder: Recorder, node: Any) -> None:
     dim = dim_of(node)
 
     def arrived(grad: Tensor) -> None:
-        weights = log_probs.without_rounding(grad.sum(dim, dtype=torch.float64), grad.dtype)
+        held = getattr(grad, "_local_tensor", grad).detach()
+        weights = log_probs.without_rounding(held.sum(dim, dtype=torch.float64), grad.dtype)
         log_probs.gradient_arrived(recorder, weights, loss_id=loss_id)
 
     _hook(recorder, node, arrived)
