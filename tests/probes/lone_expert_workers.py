@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 SIZE, WORDS = 8, 12
 
@@ -63,4 +64,40 @@ def train(run_dir: str, divisor: float) -> None:
             optimizer.step()
             optimizer.zero_grad()
     dist.barrier()
+    dist.destroy_process_group()
+
+
+class Gained(nn.Module):
+    """An expert with a vector that begins with ones on every rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.gain = nn.Linear(SIZE, SIZE), nn.Parameter(torch.ones(SIZE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * self.gain  # type: ignore[no-any-return]
+
+
+def train_gained(run_dir: str) -> None:
+    """Experts that DDP leaves alone, and whose gradients are divided by the ranks."""
+    from gradcheck_dist.probes import attach
+
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    net = Net(rank)
+    net.expert = Gained()  # type: ignore[assignment]
+    own = [name for name, _ in net.named_parameters() if name.startswith("expert")]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, own)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    drawn = torch.Generator().manual_seed(5 + rank)
+    with attach(run_dir, steps=range(3)):
+        model = DistributedDataParallel(net)
+        for _ in range(3):
+            x, labels = torch.randn(6, SIZE, generator=drawn), torch.randint(0, WORDS, (6,), generator=drawn)
+            nn.functional.cross_entropy(model(x), labels).backward()
+            for param in net.expert.parameters():
+                assert param.grad is not None
+                param.grad.div_(world)
+            optimizer.step()
+            optimizer.zero_grad()
     dist.destroy_process_group()

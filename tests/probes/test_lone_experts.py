@@ -18,3 +18,12 @@ def test_their_divisor_is_judged(tmp_path: Path, divisor: float, found: list[tup
     report = diagnose(read_run(tmp_path / "run"))
     assert [(one.code, pytest.approx(one.factor.observed)) for one in report.findings] == found
     assert report.verdict == ("findings" if found else "clean"), report.reasons
+
+
+def test_what_an_expert_begins_with_alike_on_all_ranks_is_not_accused(tmp_path: Path) -> None:
+    """A gain of ones beside weights that each rank drew for itself is a copy of nothing."""
+    warm_up()
+    launch("lone_expert_workers:train_gained", (str(tmp_path / "run"),), 2, timeout_s=60)
+    report = diagnose(read_run(tmp_path / "run"))
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert report.reasons[0].startswith("the gradients of expert.gain are not reduced")

@@ -9,9 +9,10 @@ from gradcheck_dist.diagnosis.words import in_short
 from gradcheck_dist.events import Exchange
 from gradcheck_dist.ledger.names import plain_name
 from gradcheck_dist.ledger.summed_losses import summed_losses
-from gradcheck_dist.ledger.tracks import StepData, Track
+from gradcheck_dist.ledger.tracks import ParamKey, StepData, Track
 
 ONE_SEED = "experts that were drawn from one seed"
+NO_SEED = "what experts begin with alike (a norm, a gain)"
 UNSEEN = "functions whose backward was not followed"
 NONE: tuple[int, tuple[int, ...]] = (0, ())
 EXACT = 1e-5
@@ -32,6 +33,12 @@ def experts(case: Case, data: StepData) -> str | None:
         return _behind_unseen(case, data, shown)  # values told that they are no copies
     if not _may_be_experts(case, data):
         return None
+    if _stand_beside_own(case, data):
+        return (
+            f"the gradients of {shown} are not reduced and began alike on all ranks, beside parameters of their "
+            f"modules of which each rank has its own: {NO_SEED} needs no reduction, copies do. Begun "
+            "unlike for once, they are judged"
+        )
     return (
         f"the gradients of {shown} are not reduced and began alike on all ranks, and ranks exchange activations before "
         f"and after their modules are called: {ONE_SEED} need no reduction, copies do. Draw "
@@ -70,20 +77,35 @@ def _are_experts(case: Case, data: StepData) -> bool:
 
 def _may_be_experts(case: Case, data: StepData) -> bool:
     """Whether gradients that were not reduced are those of parameters that are called between exchanges of activations
-    (all-to-all), where nothing is called whose gradients are reduced. Such a parameter gets all ranks' tokens without
-    any reduction; the norms of a sequence-parallel model stand beside what is reduced."""
+    (all-to-all), where nothing is called whose gradients are reduced: each rank's own parameters may be. Such a
+    parameter gets all ranks' tokens without any reduction; the norms of a sequence-parallel model stand beside what is
+    reduced."""
     if not case.culprit.absent or case.everywhere:
         return False
     own = {held.param for held in case.held}
     mine: set[int] = set()
     others: set[int] = set()
     for key, of_rank in data.tracks.items():
+        if key not in own and _is_told_apart(key):
+            continue
         for track in of_rank.values():
             count, ranks = track.exchanges or NONE
             (mine if key in own else others).add(count)
             if key in own and (not count or not of_rank.keys() <= set(ranks)):
                 return False
     return bool(mine) and mine.isdisjoint(others)
+
+
+def _stand_beside_own(case: Case, data: StepData) -> bool:
+    """Whether each lies in a module, or in one of its modules, of which others are each rank's own."""
+    around = {".".join(plain_name(key[1]).split(".")[:-1]) for key in data.tracks if _is_told_apart(key)}
+    modules = {module for one in around for module in (one, one.rpartition(".")[0]) if module}
+    return all(any(held.param[1].startswith(f"{module}.") for module in modules) for held in case.held)
+
+
+def _is_told_apart(key: ParamKey) -> bool:
+    """Whether values told that ranks hold parameters of their own under this name."""
+    return plain_name(key[1]) != key[1]
 
 
 def own_mean(case: Case, data: StepData) -> str | None:
