@@ -21,18 +21,19 @@ EXACT = 1e-5
 
 def experts(case: Case, data: StepData) -> str | None:
     """Why parameters whose gradients were not reduced accuse nobody: they may be each rank's own experts."""
-    names = sorted({held.param[1] for held in case.held})
-    shown = in_short(names)
+    shown = in_short(sorted({held.param[1] for held in case.held}))
     if case.culprit.absent and _are_experts(case, data):
         return (
             f"the gradients of {shown} are not reduced and began alike on all ranks, and their modules say that they "
             f"are experts (allreduce = False): {ONE_SEED} need no reduction, copies of one expert do. Draw experts "
             "from a seed of their own on each rank, which they need to become different, and this is told"
         )
-    if all(plain_name(held.param[1]) != held.param[1] for held in case.held):
+    alike = sorted({held.param[1] for held in case.held if not _is_told_apart(held.param)})
+    if not alike:
         return _behind_unseen(case, data, shown)  # values told that they are no copies
     if not _may_be_experts(case, data):
         return None
+    shown = in_short(alike)
     if _stand_beside_own(case, data):
         return (
             f"the gradients of {shown} are not reduced and began alike on all ranks, beside parameters of their "

@@ -142,7 +142,7 @@ def watch_fused(recorder: Recorder, cls: type[Function], looked: Looked, output:
         if is_host(known) and not known:
             return
         labels = given.labels
-        loss_id = tell_loss(recorder, cls.__name__, "none", labels, None, site, known, rounded)
+        loss_id = tell_loss(recorder, cls.__name__, "none", labels, None, site, known, dtype=rounded)
         learns = (found.detach() != 0).reshape(labels.numel(), -1).any(1) & (labels.detach().reshape(-1) >= 0)
         log_probs.gradient_arrived(recorder, torch.where(learns, -weight, 0.0), loss_id, known=known)
 

@@ -263,6 +263,7 @@ def tell_loss(
     num_tokens: int | Tensor | None,
     site: Site | None = None,
     known: Tensor | None = None,
+    *,
     dtype: torch.dtype | None = None,
 ) -> int:
     """Record a loss that was found behind its evaluation; returns its id. `known`: whether it is one that counts

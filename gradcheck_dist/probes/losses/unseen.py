@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradcheck_dist.events import FUNCTION, RootValue, Site
+from gradcheck_dist.events import FUNCTION, RootValue
 from gradcheck_dist.probes.backward import autograd
 from gradcheck_dist.probes.backward.roots import Root
 from gradcheck_dist.probes.losses import by_gradient, heads, label_smoothing, log_probs, means
@@ -128,23 +128,12 @@ def _tell_value(recorder: Recorder, current: BackwardPass, root: Root) -> None:
         )
 
 
-def _told_once(
-    recorder: Recorder,
-    node: Any,
-    op: str,
-    reduction: str,
-    labels: Tensor | None,
-    num_tokens: int | Tensor | None,
-    site: Site | None = None,
-    known: Tensor | None = None,
-    output: int = 0,
-) -> int:
+def _told_once(recorder: Recorder, node: Any, op: str, reduction: str, *fields: Any, output: int = 0) -> int:
     """The id of a loss that is recorded now, or was when an earlier pass of the step differentiated it."""
     told = {} if node is None else node.metadata.setdefault(TOLD, {})  # a parameter may be the loss
     if told.get(output, (None, 0))[0] != recorder.step:
         dtype = None if node is None else dtype_of(node, output)
-        loss_id = tell_loss(recorder, op, reduction, labels, num_tokens, site, known, dtype)
-        told[output] = recorder.step, loss_id
+        told[output] = recorder.step, tell_loss(recorder, op, reduction, *fields, dtype=dtype)
     return int(told[output][1])
 
 
