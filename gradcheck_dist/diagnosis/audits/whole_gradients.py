@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from typing import NamedTuple
 
 from gradcheck_dist.diagnosis.audits.exchanges import are_parts
@@ -67,12 +66,8 @@ def leave_whole_open(cases: Iterable[Case], data: StepData) -> tuple[list[Case],
         found = _whole_on(case, data) if case.culprit.absent and not case.terms else {}
         for (_, name), ranks in found.items():
             names[ranks].add(name)
-        kept = [held for held in case.held if held.param not in found]
-        if not found:
-            left.append(case)
-        elif kept:
-            cells = [(held, cell) for held, cell in case.cells if held.param not in found]
-            left.append(replace(case, held=kept, cells=cells))
+        if (rest := case.without(found)) is not None:
+            left.append(rest)
     return left, [
         f"the gradient of {in_short(sorted(of_ranks))} is the same on {numbered('rank', ranks)} without any reduction, "
         "and these have losses of their own: backward combined all ranks' parts of it. Nothing is missing if that was "

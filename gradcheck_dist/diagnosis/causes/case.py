@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import log2
 from statistics import median
@@ -17,6 +17,7 @@ from gradcheck_dist.diagnosis.weights.factors import Name, exact_fraction, name_
 from gradcheck_dist.diagnosis.weights.patterns import Pattern
 from gradcheck_dist.diagnosis.weights.written import is_exactly_written
 from gradcheck_dist.events import AmpUnscale, Clip, Event, GradWrite, Loss, OptimizerStep, Reduce, ScaleGrads
+from gradcheck_dist.ledger.tracks import ParamKey
 
 if TYPE_CHECKING:
     from gradcheck_dist.diagnosis.norms.step_norms import StepNorms
@@ -61,6 +62,14 @@ class Case:
     def ranks(self) -> list[int]:
         """The ranks that are concerned."""
         return sorted({rank for held in self.held for rank in held.ranks} | set(self.term_ranks))
+
+    def without(self, params: Container[ParamKey]) -> Case | None:
+        """The same of what other parameters hold; None where that is nothing."""
+        held = [one for one in self.held if one.param not in params]
+        if len(held) == len(self.held):
+            return self
+        cells = [(one, cell) for one, cell in self.cells if one.param not in params]
+        return replace(self, held=held, cells=cells) if held else None
 
     def concerns_all(self, judged: Sequence[Held]) -> bool:
         """Whether everything has the pattern's factor, but for what came out right only within its noise, and that of

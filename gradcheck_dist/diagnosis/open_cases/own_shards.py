@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 
 from gradcheck_dist.diagnosis.causes.case import Case
@@ -34,12 +33,8 @@ def leave_shards_open(cases: Iterable[Case], data: StepData) -> tuple[list[Case]
         may_be = {held.param for held in case.held if summand and shards.may_hold(held.param)}
         may_be = {key for key in may_be if not _whole_on_stages(key, case, data)}
         open_names |= {name for _, name in may_be}
-        kept = [held for held in case.held if held.param not in may_be]
-        if not may_be:
-            left.append(case)
-        elif kept:
-            cells = [(held, cell) for held, cell in case.cells if held.param not in may_be]
-            left.append(replace(case, held=kept, cells=cells))
+        if (rest := case.without(may_be)) is not None:
+            left.append(rest)
     if not open_names:
         return left, []
     return left, [
