@@ -120,3 +120,11 @@ def test_two_hands_are_told_before_one_that_acts_twice() -> None:
     assert first == "accumulation_steps * dp_replicate"
     assert set(others) == {"accumulation_steps^2", "dp_replicate^2"}
     assert [name.expression for name in name_number(9.0, {"dp_replicate": 3.0, "tp": 2.0}, 1e-6)] == ["dp_replicate^2"]
+
+
+def test_a_ratio_of_two_numbers_names_no_factor_that_is_known_to_some_percent_only() -> None:
+    degrees = {"accumulation_steps": 2.0, "world_size": 3.0, "dp_replicate": 3.0}
+    coarse = [one.expression for one in name_number(0.6889, degrees, 0.039)]
+    assert coarse == []
+    assert "accumulation_steps/world_size" in [one.expression for one in name_number(2 / 3, degrees, 1e-3)]
+    assert "accumulation_steps * world_size" in [one.expression for one in name_number(6.1, degrees, 0.039)]
