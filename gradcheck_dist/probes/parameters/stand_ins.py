@@ -3,6 +3,8 @@ lazy ones), or computed."""
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
@@ -31,3 +33,9 @@ def stands_in(param: Tensor) -> bool:
     """Whether a real parameter will take its place. A tensor that was computed from one (meta-learning's fast weights,
     lent to the module for a call) is none: no optimizer steps it, and it is another one in each call."""
     return param.is_meta or is_lazy(param) or is_transformed(param) or not param.is_leaf
+
+
+def names_shards(param: Tensor) -> bool:
+    """Whether a tensor only names its ranks' shards (torchrec's tables): without memory or a gradient of its own."""
+    kind = getattr(sys.modules.get("torch.distributed._shard.sharded_tensor"), "ShardedTensor", None)
+    return kind is not None and isinstance(param, kind)
