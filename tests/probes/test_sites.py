@@ -37,6 +37,14 @@ def test_a_librarys_line_is_named_with_the_users_line_that_led_there(
     assert site.called_from == f"{tmp_path / 'train.py'}:3"
 
 
+@pytest.mark.parametrize("folder", ["lib/python3.11/site-packages", "lib/python3/dist-packages"])
+def test_a_library_is_one_in_whatever_folder_packages_are_installed(tmp_path: Path, folder: str) -> None:
+    """A user's own packages (~/.local), Debian's, those of PYTHONPATH."""
+    library = load(tmp_path / folder / "library.py", "def backward(site):\n    return site()\n")
+    user = load(tmp_path / "train.py", "def step(backward, site):\n\n    return backward(site)\n")
+    assert user.step(library.backward, sites.caller_site).called_from == f"{tmp_path / 'train.py'}:3"
+
+
 def test_passes_of_one_loop_are_called_from_one_place_however_often() -> None:
     """Python moves its offset in a function's bytecode when it specialises a call, in the eighth run."""
     found: list[int] = []

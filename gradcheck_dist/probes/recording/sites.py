@@ -28,6 +28,8 @@ _SKIP_DIRS = tuple(
 _INSTALLED_DIRS = tuple(
     path + os.sep for name in ("purelib", "platlib", "stdlib", "platstdlib") if (path := sysconfig.get_path(name))
 )
+_PACKAGES = {"site-packages", "dist-packages"}
+"""Names of folders that hold installed packages of other schemes, too: a user's own, Debian's, one on PYTHONPATH."""
 _FRAME = re.compile(r'File "(.+?)", line (\d+), in (\S+)')
 _DEFINES = ("def ", "async def ")
 MAX_DECORATORS = 10
@@ -46,7 +48,7 @@ def _is_foreign(filename: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _is_installed(filename: str) -> bool:
-    return filename.startswith(_INSTALLED_DIRS)
+    return filename.startswith(_INSTALLED_DIRS) or not _PACKAGES.isdisjoint(Path(filename).parts)
 
 
 def caller_site() -> Site | None:
