@@ -60,6 +60,43 @@ def test_a_term_is_weighed_and_accuses_nobody(tmp_path: Path, loss: Loss, told: 
     assert "1 other term beside" in problem and told in problem
 
 
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda main, other: (0.2 * main + other).mean(),  # what DataParallel needed stands in many loops still
+        lambda main, other: (0.2 * main + other).reshape(1),
+        lambda main, other: torch.stack([0.2 * main, other]).sum(),
+        lambda main, other: torch.cat([0.2 * main[None], other[None]]).sum(),
+    ],
+)
+def test_terms_are_seen_however_they_are_summed(tmp_path: Path, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+    report = run_of(tmp_path / "run", lambda x, k: loss(main(x), penalty(x)) / STEPS)
+    assert (report.verdict, report.findings) == ("clean", [])
+    assert "mean weighs 0.003333 in each of 3 passes, together 0.01" in " ".join(report.coverage.notes)
+
+
+@pytest.mark.parametrize(
+    ("loss", "number", "other"),
+    [
+        (lambda main, other: (0.2 * main + other)[None].mean(), 0.2, 1.0),
+        (lambda main, other: torch.nan_to_num(0.2 * main + other), 0.2, 1.0),
+        (lambda main, other: (0.2 * main + other).clamp(max=1e4), 0.2, 1.0),
+        (lambda main, other: torch.lerp(other, main, 0.2), 0.2, 0.8),
+        (lambda main, other: torch.stack([main, other]).mean(), 0.5, 0.5),
+        (lambda main, other: (torch.tensor([0.2, 0.5]) * torch.stack([main, other])).sum(), 0.2, 0.5),
+        (lambda main, other: torch.tensor([0.2, 0.5]) @ torch.stack([main, other]), 0.2, 0.5),
+        (lambda main, other: torch.tensor([0.2, 0.5]).dot(torch.stack([main, other])), 0.2, 0.5),
+    ],
+)
+def test_a_number_in_a_sum_of_terms_accuses_nobody_however_it_is_written(
+    tmp_path: Path, loss: Callable[[Tensor, Tensor], Tensor], number: float, other: float
+) -> None:
+    report = run_of(tmp_path / "run", lambda x, k: loss(main(x), penalty(x)) / STEPS)
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert f"the loss enters backward with x {number:g}: whether this is a coefficient" in report.reasons[0]
+    assert f"mean weighs {0.01 * other / STEPS:.4g} in each of 3 passes" in " ".join(report.coverage.notes)
+
+
 def test_several_terms_are_weighed_apart(tmp_path: Path) -> None:
     def loss(x: Tensor, k: int) -> Tensor:
         return main(x) / STEPS + 0.5 * (x - 1).abs().sum() + 0.25 * x.logsumexp(-1).square().mean()

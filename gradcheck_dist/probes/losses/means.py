@@ -17,9 +17,9 @@ from torch import Tensor
 
 from gradcheck_dist.probes.backward.roots import Root
 from gradcheck_dist.probes.losses.loss_graph import name_of, op_of, saved
+from gradcheck_dist.probes.losses.loss_terms import Edge
 from gradcheck_dist.probes.losses.reductions import (
     WITH_REDUCTION,
-    Edge,
     Reduced,
     divided_by,
     element_weights,
@@ -146,7 +146,7 @@ def _of_sequences(recorder: Recorder, term: ReducedTerm, grads: tuple[Tensor | N
 def watch_whole(recorder: Recorder, current: BackwardPass, root: Root, ids: Mapping[Any, int]) -> None:
     """Note what arrives at the sum of losses that a root is a multiple of, and what multiplies those that count tokens
     there. `ids`: these losses, by their nodes."""
-    top, _, parts = summands(root.grad_fn, root.output_nr)
+    top, _, parts = summands(root.grad_fn, root.output_nr, joined=True)
     if len(parts) > 1:
         current.before = [(ids.get(leads_to(edge, ids)), numbers_at(factors)) for edge, factors in parts]
         _hook(recorder, current, top[0], functools.partial(_summed, current))

@@ -26,7 +26,16 @@ from gradcheck_dist.probes.losses.loss_graph import (
     name_of,
     other_operand,
 )
-from gradcheck_dist.probes.losses.loss_terms import HANDS_ON, MAX_TERMS, SUMS
+from gradcheck_dist.probes.losses.loss_terms import (
+    JOINS,
+    MAX_TERMS,
+    SUMS,
+    WHOLE_SUMS,
+    Edge,
+    handed_on,
+    shape_of,
+    side_by_side,
+)
 from gradcheck_dist.probes.parameters.stand_ins import is_host
 from gradcheck_dist.probes.recording.backward_pass import NumbersBefore
 from gradcheck_dist.probes.recording.deferred import made_of
@@ -40,20 +49,14 @@ _OF_ROWS = {"MultiMarginLossBackward", "MultilabelMarginLossBackward"}
 DISTANCES = {"PowBackward", "AbsBackward"}
 MARGINS = {"ReluBackward", "ClampBackward", "ClampMinBackward"}
 LOG_ODDS = "LogSigmoidBackward"
-_JOINS = ("Stack", "Cat")
-"""Losses that were put side by side: each may be a mean of its own."""
-_IN_PARTS = (*_JOINS, "Split", "Unbind", "Chunk")
+_IN_PARTS = (*JOINS, "Split", "Unbind", "Chunk")
 MAX_PARTS = 4096
 """Nodes between a root and what its one body is looked for behind: a list of sequences has a handful for each."""
 _PICKS = ("Index", "MaskedSelect")
 _LEAVES_OUT = (*_PICKS, "MaskedFill", "Where")
-_SUMS = ("SumBackward", "NansumBackward")
 _GOES_THROUGH = ("Sum", "Mean", "Nansum", *PASS_THROUGH, *_LEAVES_OUT, *_IN_PARTS)
 SAME = 1e-3
 ROUNDED = 1e-6
-
-Edge = tuple[Any, int]
-"""A node of the graph and which of its outputs."""
 
 
 @dataclass
@@ -133,16 +136,17 @@ class Reduced:
         return False
 
 
-def summands(root: Any, output: int) -> tuple[Edge, list[Any], list[tuple[Edge, list[Any]]]]:
+def summands(root: Any, output: int, joined: bool = False) -> tuple[Edge, list[Any], list[tuple[Edge, list[Any]]]]:
     """The node that a root is a multiple of, the nodes that multiply it by numbers, and what it adds up, each with the
     nodes that multiply it in the sum; itself where it is no sum, and where it has more terms than are told apart.
-    What is multiplied by zero there (all parameters, so that a wrapper sees each) is no term."""
+    What is multiplied by zero there (all parameters, so that a wrapper sees each) is no term. `joined`: a sum of what
+    was put side by side is one, too."""
     top, above = _factors_above((root, output))
     found: list[tuple[Edge, list[Any]]] = []
     todo: list[tuple[Edge, list[Any]]] = [(top, [])]
     while todo and len(found) + len(todo) <= MAX_TERMS:
         edge, factors = todo.pop()
-        parts = edges_of(edge[0]) if name_of(edge[0]) in SUMS else []
+        parts = edges_of(edge[0]) if name_of(edge[0]) in SUMS else side_by_side(edge) if joined else []
         if parts:
             todo += [(below, [*factors, *more]) for below, more in map(_factors_above, reversed(parts))]
         else:
@@ -155,7 +159,7 @@ def _factors_above(edge: Edge) -> tuple[Edge, list[Any]]:
     """The node that another is a multiple of, and the nodes that multiply it."""
     factors: list[Any] = []
     while len(factors) < MAX_FACTORS:
-        while (below := _handed_on(edge)) is not None:
+        while (below := handed_on(edge)) is not None:
             edge = below
         operands = edges_of(edge[0])
         if len(operands) != 1 or not (name_of(edge[0]) in FACTORS or _of_one_number(edge, operands[0])):
@@ -169,7 +173,7 @@ def _of_one_number(edge: Edge, below: Edge) -> bool:
     """Whether an autograd function of somebody's own makes one number of one (its mean over ranks). What its backward
     multiplies by shows in the gradient that arrives below."""
     written = getattr(type(edge[0]), "_forward_cls", None)
-    return written is not None and _shape(edge) in ((), (1,)) and _shape(below) in ((), (1,))
+    return written is not None and shape_of(edge) in ((), (1,)) and shape_of(below) in ((), (1,))
 
 
 def numbers_at(factors: list[Any]) -> NumbersBefore:
@@ -235,12 +239,12 @@ def reduced_at(edge: Edge) -> Reduced | None:
     if not operands:
         return None
     if name in WITH_REDUCTION or name in _OF_ROWS:
-        shape = _shape(operands[0])
+        shape = shape_of(operands[0])
         if shape is None or node._saved_reduction not in (MEAN, SUM):
             return None
         shape = shape[:1] if name in _OF_ROWS else shape
         return Reduced(node, node._saved_reduction == MEAN, prod(shape), _rows(shape))
-    shape = _shape(operands[0]) if name in ("MeanBackward", *_SUMS) else None
+    shape = shape_of(operands[0]) if name in ("MeanBackward", *WHOLE_SUMS) else None
     if shape is None:
         return None
     found = Reduced(node, name == "MeanBackward", prod(shape), _rows(shape))
@@ -254,12 +258,12 @@ def _descend(found: Reduced, edge: Edge) -> bool:
     for _ in range(MAX_FACTORS):
         node = edge[0]
         name, operands = name_of(node), edges_of(node)
-        shape = _shape(edge)
+        shape = shape_of(edge)
         if shape is None or name.startswith("Stack"):
             return False
         found.body = node
         if name.startswith("Cat"):
-            return any(prod(_shape(part) or ()) > 1 for part in operands)
+            return any(prod(shape_of(part) or ()) > 1 for part in operands)
         if name == "DivBackward" and name_of(node.next_functions[0][0]) == "CtcLossBackward":
             found.of_torch = True  # torch's own mean over sequences, each by its number of labels
             return True
@@ -278,12 +282,12 @@ def _descend(found: Reduced, edge: Edge) -> bool:
                 found.weights += [other] if prod(shape) == found.num else []
                 found.factors += [other] if name == "MulBackward" else []
                 found.has_lengths |= name == "DivBackward"
-        elif name in ("MeanBackward", *_SUMS) or name.startswith(_PICKS):
-            sizes = _shape(operands[0])
+        elif name in ("MeanBackward", *WHOLE_SUMS) or name.startswith(_PICKS):
+            sizes = shape_of(operands[0])
             if sizes is None:
                 return False
             found.adds_up |= not name.startswith(_PICKS)
-            if name not in _SUMS:
+            if name not in WHOLE_SUMS:
                 found.share *= max(prod(shape), 1) / max(prod(sizes), 1)
         elif not name.startswith((*PASS_THROUGH, *_LEAVES_OUT)):
             return edge[1] == 0
@@ -363,7 +367,7 @@ def only_body(edge: Edge) -> Any:
             continue
         visited.add(one)
         name, operands = name_of(one[0]), edges_of(one[0])
-        adds = name in SUMS and _shape(one) in ((), (1,))
+        adds = name in SUMS and shape_of(one) in ((), (1,))
         scales = name in FACTORS and len(operands) == 1
         if operands and (adds or scales or name.startswith(_GOES_THROUGH)):
             queue += operands
@@ -372,32 +376,7 @@ def only_body(edge: Edge) -> Any:
     if len(bodies) != 1 or queue:
         return None
     ((node, output),) = bodies
-    return node if output == 0 and prod(_shape((node, output)) or (1,)) > 1 else None  # one number is no mean or sum
-
-
-def _handed_on(edge: Edge) -> Edge | None:
-    """What a node gives on as it is: an output of a DDP module, a copy or view, a mean or sum over one number, a sum of
-    this rank's number and others' that have no gradient."""
-    node, output = edge
-    name = name_of(node)
-    following = node.next_functions if node is not None else ()
-    if name == HANDS_ON:
-        below: Edge = following[output]
-        return below if below[0] is not None else None
-    if not following or following[0][0] is None:
-        return None
-    if name in _SUMS and name_of(following[0][0]).startswith(_JOINS):
-        join = following[0][0]
-        own = edges_of(join)
-        return own[0] if len(own) == 1 < len(join.next_functions) and _shape(own[0]) in ((), (1,)) else None
-    alone = name in ("MeanBackward", "SumBackward") and _shape(following[0]) == ()
-    return following[0] if alone or (name.startswith(PASS_THROUGH) and _shape(following[0]) in ((), (1,))) else None
-
-
-def _shape(edge: Edge) -> tuple[int, ...] | None:
-    """Of an output of a node; None where this torch does not tell."""
-    outputs = getattr(edge[0], "_input_metadata", ())
-    return tuple(outputs[edge[1]].shape) if edge[1] < len(outputs) else None
+    return node if output == 0 and prod(shape_of((node, output)) or (1,)) > 1 else None  # one number is no mean or sum
 
 
 def _rows(shape: tuple[int, ...]) -> int:
