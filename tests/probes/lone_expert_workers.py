@@ -78,12 +78,12 @@ class Gained(nn.Module):
         return self.inner(x) * self.gain  # type: ignore[no-any-return]
 
 
-def train_gained(run_dir: str) -> None:
-    """Experts that DDP leaves alone, and whose gradients are divided by the ranks."""
+def train_gained(run_dir: str, divisor: float) -> None:
+    """Experts that DDP leaves alone; `divisor`: of their gradients, which hold all ranks' means."""
     from gradcheck_dist.probes import attach
 
     dist.init_process_group("gloo")
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     net = Net(rank)
     net.expert = Gained()  # type: ignore[assignment]
     own = [name for name, _ in net.named_parameters() if name.startswith("expert")]
@@ -97,7 +97,7 @@ def train_gained(run_dir: str) -> None:
             nn.functional.cross_entropy(model(x), labels).backward()
             for param in net.expert.parameters():
                 assert param.grad is not None
-                param.grad.div_(world)
+                param.grad.div_(divisor)
             optimizer.step()
             optimizer.zero_grad()
     dist.destroy_process_group()

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from gradcheck_dist.diagnosis.engine import diagnose
+from gradcheck_dist.diagnosis.report.next_step import next_step
 from gradcheck_dist.trace.run import read_run
 from gradcheck_dist.trainer.launch import launch, warm_up
 
@@ -20,10 +21,14 @@ def test_their_divisor_is_judged(tmp_path: Path, divisor: float, found: list[tup
     assert report.verdict == ("findings" if found else "clean"), report.reasons
 
 
-def test_what_an_expert_begins_with_alike_on_all_ranks_is_not_accused(tmp_path: Path) -> None:
-    """A gain of ones beside weights that each rank drew for itself is a copy of nothing."""
+@pytest.mark.parametrize("divisor", [2.0, 1.0])
+def test_what_an_expert_begins_with_alike_on_all_ranks_is_not_accused(tmp_path: Path, divisor: float) -> None:
+    """A gain of ones beside weights that each rank drew for itself is a copy of nothing. What these weigh is told."""
     warm_up()
-    launch("lone_expert_workers:train_gained", (str(tmp_path / "run"),), 2, timeout_s=60)
+    launch("lone_expert_workers:train_gained", (str(tmp_path / "run"), divisor), 2, timeout_s=60)
     report = diagnose(read_run(tmp_path / "run"))
     assert (report.verdict, report.findings) == ("undetermined", [])
     assert report.reasons[0].startswith("the gradients of expert.gain are not reduced")
+    told = "expert.inner.bias, expert.inner.weight, each rank's own, weigh x 2 of their part of the mean over all ranks"
+    assert (told in report.reasons[0]) == (divisor == 1)
+    assert next_step(report).startswith("Divide" if divisor == 1 else "Nothing to do")

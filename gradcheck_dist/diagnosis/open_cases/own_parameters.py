@@ -13,6 +13,7 @@ from gradcheck_dist.ledger.tracks import ParamKey, StepData, Track
 
 ONE_SEED = "experts that were drawn from one seed"
 NO_SEED = "what experts begin with alike (a norm, a gain)"
+OFF = "each rank's own, weigh"
 UNSEEN = "functions whose backward was not followed"
 NONE: tuple[int, tuple[int, ...]] = (0, ())
 EXACT = 1e-5
@@ -38,13 +39,23 @@ def experts(case: Case, data: StepData) -> str | None:
         return (
             f"the gradients of {shown} are not reduced and began alike on all ranks, beside parameters of their "
             f"modules of which each rank has its own: {NO_SEED} needs no reduction, copies do. Begun "
-            "unlike for once, they are judged"
+            f"unlike for once, they are judged{_beside(case)}"
         )
     return (
         f"the gradients of {shown} are not reduced and began alike on all ranks, and ranks exchange activations before "
         f"and after their modules are called: {ONE_SEED} need no reduction, copies do. Draw "
         "experts from a seed of their own on each rank, which they need to become different, and this is told"
     )
+
+
+def _beside(case: Case) -> str:
+    """What the parameters of the case weigh of which each rank has its own, where that is wrong."""
+    own = [(held, cell) for held, cell in case.cells if _is_told_apart(held.param) and not cell.right]
+    names = in_short(sorted({plain_name(held.param[1]) for held, _ in own}))
+    low, high = min((cell.ratio for _, cell in own), default=1), max((cell.ratio for _, cell in own), default=1)
+    if not own or high - low > 2 * case.pattern.tolerance * high:
+        return ""
+    return f". {names}, {OFF} x {high:.4g} of their part of the mean over all ranks"
 
 
 def _behind_unseen(case: Case, data: StepData, shown: str) -> str | None:

@@ -12,7 +12,7 @@ from gradcheck_dist.diagnosis.losses.elements import DECLARE
 from gradcheck_dist.diagnosis.losses.marked import ASIDE, ON_THE_WAY
 from gradcheck_dist.diagnosis.losses.several_losses import AS_OFTEN
 from gradcheck_dist.diagnosis.losses.terms_apart import NO_COUNT_TELLS
-from gradcheck_dist.diagnosis.open_cases.own_parameters import NO_SEED, ONE_SEED, UNSEEN
+from gradcheck_dist.diagnosis.open_cases.own_parameters import NO_SEED, OFF, ONE_SEED, UNSEEN
 from gradcheck_dist.diagnosis.open_cases.parted_heads import PARTED
 from gradcheck_dist.diagnosis.open_cases.stepped_again import AGAIN
 from gradcheck_dist.diagnosis.steps.changed_in import LINES
@@ -123,6 +123,8 @@ SAYS = {
     NOTHING_VERIFIED: "The notes that begin with verify say why, module by module; where that cannot change, leave "
     "--verify out: all else is judged without it.",
     ONE_SEED: "Draw experts from a seed of their own on each expert-parallel rank, and record again.",
+    OFF: "Divide the gradients of each rank's own by what they are off (all ranks send tokens there); reduce those of "
+    "the others where they are copies.",
     NO_SEED: "Nothing to do where they belong to each rank's own expert; else reduce their gradients.",
     OF_THE_DATA: "Nothing to do where the loss is meant to be scaled so; recorded once with a division by the tokens "
     "of the step in its place, all the rest is judged.",
