@@ -97,6 +97,36 @@ def test_a_number_in_a_sum_of_terms_accuses_nobody_however_it_is_written(
     assert f"mean weighs {0.01 * other / STEPS:.4g} in each of 3 passes" in " ".join(report.coverage.notes)
 
 
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        lambda main, other: 0.3 * main + other,
+        lambda main, other: torch.stack([0.3 * main, other]).sum(0),
+        lambda main, other: torch.cat([0.3 * main, other]).reshape(2, -1).sum(0),
+    ],
+)
+def test_a_number_beside_another_term_of_each_token_accuses_nobody(
+    tmp_path: Path, tokens: Callable[[Tensor, Tensor], Tensor]
+) -> None:
+    def loss(x: Tensor, k: int) -> Tensor:
+        main = F.cross_entropy(x, LABELS, reduction="none")
+        return tokens(main, x.logsumexp(-1).square()).mean() / STEPS
+
+    report = run_of(tmp_path / "run", loss)
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert "the loss enters backward with x 0.3: whether this is a coefficient" in report.reasons[0]
+
+
+@pytest.mark.parametrize("number", [1.0, 0.1])
+def test_a_division_that_lacks_beside_another_term_of_each_token_is_found(tmp_path: Path, number: float) -> None:
+    def loss(x: Tensor, k: int) -> Tensor:
+        main = F.cross_entropy(x, LABELS, reduction="none")
+        return (main + number * x.logsumexp(-1).square()).mean()
+
+    (finding,) = run_of(tmp_path / "run", loss).findings
+    assert (finding.code, finding.factor.expression) == ("GS303", "accumulation_steps")
+
+
 def test_several_terms_are_weighed_apart(tmp_path: Path) -> None:
     def loss(x: Tensor, k: int) -> Tensor:
         return main(x) / STEPS + 0.5 * (x - 1).abs().sum() + 0.25 * x.logsumexp(-1).square().mean()

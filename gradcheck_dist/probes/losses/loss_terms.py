@@ -24,6 +24,7 @@ from gradcheck_dist.probes.losses.loss_graph import (
     is_times_zero,
     name_of,
     op_of,
+    other_operand,
 )
 from gradcheck_dist.probes.recording.deferred import number
 from gradcheck_dist.probes.recording.recorder import BackwardPass, Recorder, guarded
@@ -79,17 +80,27 @@ def uncounted_terms(root: Root, graph: Found) -> Terms:
 
 def _parts(graph: Found, edge: Edge) -> Sequence[Edge]:
     """The numbers that one with a counted loss in it is made of by no product: what was put side by side and is added
-    up, whatever weighs it there, or what a function (a clamp) was given. None where it is made of anything else."""
+    up, whatever weighs it there, or what a function (a clamp) was given. So are the terms of every token, where one
+    number stands before a counted loss. None where it is made of anything else."""
     if shape_of(edge) not in ONE or End.COUNTED not in _ends(graph, *edge):
         return ()
     for _ in range(MAX_FACTORS):
         parts = edges_of(edge[0])
         if parts and all(shape_of(part) in ONE for part in parts) and not is_product(edge[0]):
             return parts
+        if len(parts) > 1 and name_of(edge[0]).startswith((*SUMS, *JOINS)):
+            return parts if any(_has_coefficient(graph, part) for part in parts) else ()
         if len(parts) != 1 or end_of(graph, *parts[0]) is not None:
             break
         edge = parts[0]
     return ()
+
+
+def _has_coefficient(graph: Found, edge: Edge) -> bool:
+    """Whether one number multiplies what holds a counted loss."""
+    node, other = edge[0], other_operand(edge[0])
+    is_number = name_of(node) == "MulBackward" and len(edges_of(node)) == 1 and (other is None or other.numel() == 1)
+    return is_number and End.COUNTED in _ends(graph, *edge)
 
 
 def side_by_side(edge: Edge) -> Sequence[Edge]:
