@@ -36,6 +36,7 @@ ONE: tuple[tuple[int, ...] | None, ...] = ((), (1,))
 MAX_TERMS = 16
 """Terms of one backward pass whose weights are recorded."""
 SUMS = {"AddBackward", "SubBackward"}
+COPIES = (*PASS_THROUGH, "NanToNum")
 WHOLE_SUMS = ("SumBackward", "NansumBackward")
 JOINS = ("Stack", "Cat")
 """Losses that were put side by side: each may be a mean of its own."""
@@ -113,8 +114,8 @@ def side_by_side(edge: Edge) -> Sequence[Edge]:
 
 
 def handed_on(edge: Edge) -> Edge | None:
-    """What a node gives on as it is: an output of a DDP module, a copy or view, a mean or sum over one number, a sum of
-    this rank's number and others' that have no gradient."""
+    """What a node gives on as it is: an output of a DDP module, a copy or view, a number that is finite, a mean or sum
+    over one number, a sum of this rank's number and others' that have no gradient."""
     node, output = edge
     name = name_of(node)
     following = node.next_functions if node is not None else ()
@@ -128,7 +129,7 @@ def handed_on(edge: Edge) -> Edge | None:
         own = edges_of(join)
         return own[0] if len(own) == 1 < len(join.next_functions) and shape_of(own[0]) in ONE else None
     alone = name in ("MeanBackward", "SumBackward") and shape_of(following[0]) == ()
-    return following[0] if alone or (name.startswith(PASS_THROUGH) and shape_of(following[0]) in ONE) else None
+    return following[0] if alone or (name.startswith(COPIES) and shape_of(following[0]) in ONE) else None
 
 
 def shape_of(edge: Edge) -> tuple[int, ...] | None:
