@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from torch import Tensor
 
 from gradcheck_dist.probes.parameters.registry import ParamInfo
-from gradcheck_dist.probes.parameters.stand_ins import names_shards
+from gradcheck_dist.probes.parameters.stand_ins import with_memory
 from gradcheck_dist.probes.recording.recorder import Recorder
 
 NEW_LISTENERS: list[Callable[[Recorder], None]] = []
@@ -16,7 +16,7 @@ NEW_LISTENERS: list[Callable[[Recorder], None]] = []
 
 def params_of(recorder: Recorder, params: Iterable[Tensor], *, owner: bool = False) -> list[ParamInfo]:
     registry = recorder.registry
-    params = [param for param in params if not names_shards(param)]
+    params = with_memory(params)
     found = registry.asked_before(params, owner=owner)
     if found is not None:
         return found

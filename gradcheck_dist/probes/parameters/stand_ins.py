@@ -4,6 +4,7 @@ lazy ones), or computed."""
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ def stands_in(param: Tensor) -> bool:
     return param.is_meta or is_lazy(param) or is_transformed(param) or not param.is_leaf
 
 
-def names_shards(param: Tensor) -> bool:
-    """Whether a tensor only names its ranks' shards (torchrec's tables): without memory or a gradient of its own."""
+def with_memory(params: Iterable[Tensor]) -> list[Tensor]:
+    """Without those that only name their ranks' shards (torchrec's tables), and have no memory or gradient."""
     kind = getattr(sys.modules.get("torch.distributed._shard.sharded_tensor"), "ShardedTensor", None)
-    return kind is not None and isinstance(param, kind)
+    return list(params) if kind is None else [param for param in params if not isinstance(param, kind)]
