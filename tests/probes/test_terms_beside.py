@@ -127,6 +127,13 @@ def test_a_division_that_lacks_beside_another_term_of_each_token_is_found(tmp_pa
     assert (finding.code, finding.factor.expression) == ("GS303", "accumulation_steps")
 
 
+@pytest.mark.parametrize(("divisor", "found"), [(STEPS, []), (1, ["accumulation_steps"])])
+def test_losses_that_are_stacked_are_judged_as_those_of_a_sum(tmp_path: Path, divisor: int, found: list[str]) -> None:
+    report = run_of(tmp_path / "run", lambda x, k: torch.stack([main(x), 0.1 * main(2 * x)]).sum() / divisor)
+    assert [finding.factor.expression for finding in report.findings] == found
+    assert report.verdict == ("findings" if found else "clean"), report.reasons
+
+
 def test_several_terms_are_weighed_apart(tmp_path: Path) -> None:
     def loss(x: Tensor, k: int) -> Tensor:
         return main(x) / STEPS + 0.5 * (x - 1).abs().sum() + 0.25 * x.logsumexp(-1).square().mean()
