@@ -10,19 +10,21 @@ from simulator import Trainer, World
 
 from gradcheck_dist.diagnosis.finding import Factor, Finding
 from gradcheck_dist.diagnosis.judging import judge_step
-from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict, merged
+from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict, cause, merged
 
 RUN = World(Trainer(root=global_mean(), op="sum")).run()
 
 
-def off_by(step: int, factor: float) -> StepVerdict:
+def off_by(step: int, factor: float, name: str = "", **quantities: float) -> StepVerdict:
     verdict = judge_step(RUN, 0, "global-token-mean", "given")
     finding = Finding(
         code="GS000", name="", severity="error", step=step, factor=Factor(observed=factor), units=[], num_parameters=1,
         pattern=f"every contribution x {factor:g}", ranks=[0, 1], first_event=None, explanation="Off.", fix="",
         steps=[step],
     )  # fmt: skip
-    return replace(verdict, context=replace(verdict.context, step=step), findings=[finding], effects={})
+    context = replace(verdict.context, step=step, quantities=quantities)
+    made_of = {cause(finding): ((name, 1),)} if name else {}
+    return replace(verdict, context=context, findings=[finding], effects={}, made_of=made_of)
 
 
 @pytest.mark.parametrize(
@@ -38,3 +40,20 @@ def test_the_finding_tells_which_factor_is_which_steps(factors: tuple[float, ...
     for _ in range(2):  # screens join findings again as steps come
         (finding,) = merged(verdicts)
         assert (finding.steps, finding.explanation) == (list(range(len(factors))), told)
+
+
+@pytest.mark.parametrize(
+    ("names", "step"),
+    [
+        (("ranks", "", ""), 1),  # 2 ranks would make it 2 in all steps
+        (("ranks", "passes", "passes"), 1),
+        (("passes", "ranks", ""), 0),
+        (("unknown", "", ""), 0),  # what other steps do not tell of, they do not contradict
+    ],
+)
+def test_a_name_that_other_steps_contradict_is_not_told(names: tuple[str, ...], step: int) -> None:
+    verdicts = [off_by(at, at + 2.0, name, ranks=2.0, passes=at + 2.0) for at, name in enumerate(names)]
+    for _ in range(2):
+        (finding,) = merged(verdicts)
+        assert (finding.step, finding.steps) == (step, [0, 1, 2])
+        assert f"The factor is that of step {step}:" in finding.explanation

@@ -27,6 +27,8 @@ from simulator import (
     rounded,
 )
 
+from gradcheck_dist.events import DATA_PARALLEL
+
 
 def train(world: World) -> None:
     """Zero, accumulate, reduce, unscale, clip, step."""
@@ -89,7 +91,7 @@ def _backward(world: World, k: int, m: int) -> None:
         seq = opened[rank.rank][0]
         stage = rank.stage if trainer.stages > 1 else None
         rank.emit(Backward, seq=seq, accumulation_step=k, microbatch=m, stage=stage,
-                  sync=reduces if trainer.impl != "none" else None, params=rank.everything)  # fmt: skip
+                  sync=reduces if trainer.impl in DATA_PARALLEL else None, params=rank.everything)  # fmt: skip
         if trainer.stages == 1 and trainer.impl not in ("fsdp", "hsdp"):
             done = set(_reduced(world, rank)) if reduces else set()
             rank.sample_grads(seq, AFTER, [name for name in rank.ids if name not in done])

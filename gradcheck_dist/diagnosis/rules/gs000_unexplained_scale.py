@@ -30,14 +30,17 @@ from __future__ import annotations
 from gradcheck_dist.diagnosis.answer import Answer
 from gradcheck_dist.diagnosis.causes.case import Case
 from gradcheck_dist.diagnosis.causes.culprit import Culprit
+from gradcheck_dist.diagnosis.causes.vocabulary import TOKENS
 from gradcheck_dist.diagnosis.rules.gs301_mean_of_means import IS_SUM, SUM_MEANT, is_sum
 from gradcheck_dist.diagnosis.weights.context import StepContext
+from gradcheck_dist.diagnosis.weights.factors import name_number
 from gradcheck_dist.diagnosis.weights.patterns import Pattern
-from gradcheck_dist.diagnosis.words import that_write
+from gradcheck_dist.diagnosis.words import in_short, that_write
 from gradcheck_dist.events import Backward, Reduce
 
 CODE = "GS000"
 NAME = "unexplained-scale"
+EXACT = 1e-4
 LOOK_BETWEEN = "Look at what your code does to .grad between these two lines."
 GIVE_A_COPY = (
     "Let what backward hands on be a copy, or give .grad memory of its own before the first pass: p.grad = "
@@ -95,6 +98,27 @@ def onto_itself(culprit: Culprit) -> bool:
     return isinstance(event, Backward) and event.onto_itself is not None
 
 
+def _number(case: Case, right: float) -> str:
+    """What the program's own line should multiply by, and what it may have counted."""
+    quantities, tolerance = case.context.quantities, max(EXACT, 2 * case.pattern.tolerance)
+    named = name_number(right, quantities, tolerance, max_factors=2)
+    name = f" = {named[0].expression}" if named and named[0].powers else ""
+    fix = f"Let it multiply by {right:.6g}{name}, by which the weights come right, or change the loss's constant."
+    counted = 1 / case.culprit.write.factor if case.culprit.write is not None and case.culprit.write.factor else 0.0
+    if TOKENS in name and counted > 2 and abs(counted - round(counted)) <= tolerance * counted:
+        fix += f" Look what was counted as {round(counted)}: padding, or a batch that was skipped."
+    return fix
+
+
+def _up_to_backward(case: Case) -> str:
+    """Where a loss may have got another number: between its line and that of its backward pass."""
+    site = case.culprit.event.site if case.culprit.event is not None else None
+    at = case.configured_at
+    if site is None or at is None or at == f"{site.file}:{site.line}":
+        return "on this line"
+    return f"between this line and their backward pass ({at.rpartition('/')[2]})"
+
+
 def judge(case: Case) -> Answer:
     culprit = case.culprit
     if onto_itself(culprit):
@@ -108,15 +132,20 @@ def judge(case: Case) -> Answer:
         end = f"the {culprit.before.__struct_config__.tag} event" if culprit.before is not None else "the optimizer"
         where = f"Between the {culprit.kind} event and {end} the gradient was changed ({factor}) by nothing recorded."
         where += f" In between, {that_write(culprit.lines, 'it')}." if culprit.lines else ""
-        fix = LOOK_BETWEEN
+        fix = LOOK_BETWEEN if not culprit.lines else f"Look at what {in_short(culprit.lines)} does to .grad."
         if culprit.write is not None:
             where = f"This line writes to .grad where it lies ({factor}): no probe, no objective asks for it."
             fix = DROP_IT
             right = (culprit.write.factor or 0.0) / case.pattern.factor if makes_up(culprit, case.pattern) else 1.0
             if is_all(culprit, case.pattern):
                 where += " Without it the weights would be right."
+            elif case.pattern.objective == "rank-token-mean":
+                fix = (
+                    "Let it divide by the tokens of all ranks (dist.all_reduce their number first), not by each rank's "
+                    "own, or declare --objective rank-token-mean."
+                )
             elif right and abs(right - 1) > max(1e-3, case.pattern.tolerance):
-                fix = f"Let it multiply by {right:.6g}, by which the weights come right, or change the loss's constant."
+                fix = _number(case, right)
         if culprit.spared is not None:
             by = "by this line" if culprit.write is not None else "by nothing recorded"
             where = (
@@ -148,6 +177,9 @@ def judge(case: Case) -> Answer:
         documented = f" (documented: {culprit.nominal:.6g})" if culprit.nominal is not None else ""
         where = f"The {culprit.kind} event multiplied the weights by {measured}{documented}."
         fix = "Compare the factor with what this line is meant to do."
+        if culprit.kind == "loss":
+            where = "These losses weigh so where they enter backward."
+            fix = f"Look at what multiplies or divides them {_up_to_backward(case)}."
         if isinstance(culprit.event, Reduce) and culprit.event.impl == "ddp" and culprit.event.hook is not None:
             fix = f"Compare the factor with what the communication hook {culprit.event.hook} is meant to do."
         if (copies := counted_again(case)) > 1:

@@ -33,6 +33,7 @@ from gradcheck_dist.diagnosis.answer import Answer
 from gradcheck_dist.diagnosis.causes.case import Case
 from gradcheck_dist.diagnosis.weights.context import StepContext
 from gradcheck_dist.diagnosis.words import reduction
+from gradcheck_dist.events import DATA_PARALLEL, Reduce
 
 CODE = "GS102"
 NAME = "repeated-reduction"
@@ -64,8 +65,14 @@ def judge(case: Case) -> Answer | None:
         )
     return Answer(
         explanation=f"The {reduction(event)} sums over {size} ranks what an earlier one has already summed: {shape}.",
-        fix="Reduce only at the last accumulation step: run forward and backward of the others under no_sync() (DDP) "
-        "or with set_requires_gradient_sync(False) (FSDP2)."
+        fix=f"Reduce only at the last accumulation step{_how(event)}."
         if case.pattern.kind == "geometric"
         else "Reduce each gradient once over these ranks: drop this reduction, or the earlier one.",
     )
+
+
+def _how(event: Reduce) -> str:
+    """How a reduction is kept from running in the other passes."""
+    if event.impl not in DATA_PARALLEL:
+        return ": after the loop over the passes, or, in a hook, in the last pass only"
+    return ": run forward and backward of the others under no_sync()"

@@ -98,7 +98,7 @@ def judge(case: Case) -> Answer | None:
         else ""
     )
     others = [cell for held in case.held for cell in held.cells if _is_foreign(case, held.rank, cell.key[0])]
-    reduced = any(isinstance(entry.event, Reduce) for held in case.held for entry in held.replay.history(held.rank))
+    reduced = any(map(_reductions, case.held))
     what = "no reduction over these ranks" if reduced else "no reduction"
     apart = (
         " No gradient was reduced at all: where ranks are meant to train apart and average their parameters every few "
@@ -130,24 +130,50 @@ def judge(case: Case) -> Answer | None:
             culprit=replace(case.culprit, kind="reduce", event=alone[-1]),
         )
     lacking = _other_group(case, {cell.key[0] for cell in foreign}) if reduced else None
-    kept_back = reduced and all(_waits_for_replicas(held) for held in case.held)
+    beside = case.culprit.missing if not reduced and not case.whole else None
     text = case.pattern.text
     text = f"Weights are {text}" if text.startswith("x ") else f"{text[0].upper()}{text[1:]}"
     by = f" by {case.skipped:.6g}" if case.skipped is not None else ""
     besides = f" What reduces other gradients also multiplies them{by}; these are left as they were." * bool(case.whole)
+    others_are = f", and {beside.site.short} reduces other gradients" if beside is not None and beside.site else ""
     return Answer(
         explanation=f"Other ranks' contributions {which}never reach this gradient: {what} followed the last "
-        f"backward{why}. {text}.{besides}{apart}{lacking or ''}",
-        fix="Let HSDP all-reduce over the replicas in the last backward of the step: "
-        "set_requires_all_reduce(True) before it."
-        if kept_back
-        else "Reduce over all ranks that hold this parameter and evaluate other tokens: the group of this reduction "
-        "lacks an axis (data, context or expert-data parallel)."
-        if lacking
-        else "Do to these parameters' gradients what your code does to the others: reduce them and scale them alike."
-        if case.whole
-        else "Let the last backward of the step reduce: leave no_sync() before its forward, and compute gradients "
-        "through the wrapped module, of all its parameters or with find_unused_parameters.",
+        f"backward{why}{others_are}. {text}.{besides}{apart}{lacking or ''}",
+        fix=_mended(case, lacking),
+        culprit=None if beside is None else replace(case.culprit, kind="reduce", event=beside),
+    )
+
+
+def _mended(case: Case, lacking: str | None) -> str:
+    """What lets the reduction follow that did not; `lacking` tells of one over too few ranks."""
+    reductions = [_reductions(held) for held in case.held]
+    beside = case.culprit.missing
+    if all(found and is_partial(found[-1]) for found in reductions):
+        return (
+            "Let HSDP all-reduce over the replicas in the last backward of the step: set_requires_all_reduce(True) "
+            "before it."
+        )
+    if lacking:
+        return (
+            "Reduce over all ranks that hold this parameter and evaluate other tokens: the group of this reduction "
+            "lacks an axis (data, context or expert-data parallel)."
+        )
+    if case.whole:
+        return "Do to these parameters' gradients what your code does to the others: reduce them and scale them alike."
+    if (early := _too_early(case)) is not None:
+        at = early.site.short if early.site is not None else "this reduction"
+        return f"Reduce once, after the last backward of the step: {at} runs before it."
+    if beside is not None and beside.site is not None:
+        return f"Reduce these parameters' gradients too, as {beside.site.short} does with the others."
+    if case.configured_at is None and getattr(case.event, "sync", None) is None:
+        return (
+            "Reduce the gradients over these ranks after the last backward (dist.all_reduce, and a division by their "
+            "number where each rank's loss is a mean of its own), or train through DDP or FSDP."
+        )
+    return (
+        "Let the last backward of the step reduce: leave no_sync() before its forward (FSDP2: "
+        "set_requires_gradient_sync(True)), and compute gradients through the wrapped module, of all its parameters or "
+        "with find_unused_parameters."
     )
 
 
@@ -189,21 +215,24 @@ def _left_aside(case: Case) -> Event | None:
     return next((event for event in found if event is not None), None) if all(found) else None
 
 
-def _waits_for_replicas(held: Held) -> bool:
-    """Whether the last reduction of a gradient left the one over HSDP's replicas to a later pass."""
-    reductions = [entry.event for entry in held.replay.history(held.rank) if isinstance(entry.event, Reduce)]
-    return bool(reductions) and is_partial(reductions[-1])
+def _reductions(held: Held) -> list[Reduce]:
+    """What reduced a gradient on its rank, in order."""
+    return [entry.event for entry in held.replay.history(held.rank) if isinstance(entry.event, Reduce)]
+
+
+def _too_early(case: Case) -> Reduce | None:
+    """The program's own reduction of these gradients that the last pass follows; None where there is none."""
+    found = [event for held in case.held if held.rank == case.culprit.rank for event in _reductions(held)[-1:]]
+    reduced = max(found, key=lambda event: event.seq, default=None)
+    if reduced is None or reduced.impl in DATA_PARALLEL or not isinstance(case.event, Backward):
+        return None
+    return reduced if reduced.seq < case.event.seq else None
 
 
 def _other_group(case: Case, missing: set[int]) -> str | None:
     """Over which ranks gradients were reduced instead, where each such reduction left out the missing ones."""
     place = case.context.contributions.coordinate
-    reductions = [
-        (held.rank, entry.event)
-        for held in case.held
-        for entry in held.replay.history(held.rank)
-        if isinstance(entry.event, Reduce)
-    ]
+    reductions = [(held.rank, event) for held in case.held for event in _reductions(held)]
     shards: dict[int, set[int]] = defaultdict(set)
     for rank, event in reductions:
         shards[rank] |= set(event.group)

@@ -82,7 +82,8 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
         answer=Answer(
             explanation=f"When the first backward pass of the step began, .grad of {shown} still held what the "
             "optimizer had read in an earlier step, and it is part of what it reads now.",
-            fix="Empty the gradients after each optimizer step: optimizer.zero_grad() before the next backward pass.",
+            fix="Empty the gradients after each optimizer step, before the next backward pass: optimizer.zero_grad(), "
+            "or p.grad = None where parameters are updated by hand.",
         ),
         pattern="the gradient of an earlier step is added",
         params=frozenset(held.param for held in stale),

@@ -7,6 +7,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 from gradcheck_dist.diagnosis.causes.alone import without_divisions_alone
+from gradcheck_dist.diagnosis.causes.beside import reduced_beside
 from gradcheck_dist.diagnosis.causes.blame import Blame, accounted, blame
 from gradcheck_dist.diagnosis.causes.case import Case, common_factor, is_common_factor, join_alike, name_case
 from gradcheck_dist.diagnosis.causes.culprit import Culprit, blame_loss, order
@@ -28,7 +29,7 @@ from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
 from gradcheck_dist.diagnosis.weights.cells import Cell, Held, average, judge, loss_rounding, pool
 from gradcheck_dist.diagnosis.weights.patterns import Pattern, Sample, explain
 from gradcheck_dist.diagnosis.weights.quiet import losses_show
-from gradcheck_dist.events import GradientNorm, GradWrite, Reduce, Site
+from gradcheck_dist.events import Backward, GradientNorm, GradWrite, Reduce, Site
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
 from gradcheck_dist.ledger.tracks import StepData
 
@@ -174,6 +175,10 @@ def _case(verdict: StepVerdict, blamed: Blame, judged: list[Held]) -> Case:
         configured_at=configured_at(verdict.data, blamed.culprit),
     )
     case.everywhere = case.concerns_all(judged)
+    if case.culprit.absent and case.culprit.missing is None:
+        place = verdict.contributions.coordinate
+        gone = {cell.key[0] for held, cell in case.cells if not cell.right and place.get(held.rank) != cell.key[0]}
+        case.culprit = replace(case.culprit, missing=reduced_beside(verdict.data, place, case.held, gone))
     pattern = case.pattern
     off, allowed = pattern.factor, 2 * pattern.tolerance
     case.culprit = behind_bare_sum(verdict.data, case.culprit, case.held, off, allowed, verdict.context.quantities)
@@ -237,13 +242,17 @@ def _without_again(samples: list[Sample], again: Mapping[ContributionKey, Contri
 
 
 def configured_at(data: StepData, culprit: Culprit) -> str | None:
-    """The other line that matters, "file:line": where the wrapper that reduced was made, where a loss went backward."""
-    event = culprit.event
+    """The other line that matters, "file:line": where the wrapper was made that reduced, or where none followed that of
+    the whole model, where a loss went backward."""
+    event, wrappers = culprit.event, data.wrappers.get(culprit.rank, {})
     if culprit.gradient is not None and culprit.gradient.site is not None:
         return _users_line(culprit.gradient.site)
-    if not isinstance(event, Reduce) or event.wrapper is None:
+    if culprit.absent and isinstance(event, Backward):
+        wrapper = max(wrappers.values(), key=lambda one: len({*one.group, *one.replicate_group}), default=None)
+    elif isinstance(event, Reduce) and event.wrapper is not None:
+        wrapper = wrappers.get(event.wrapper)
+    else:
         return None
-    wrapper = data.wrappers.get(culprit.rank, {}).get(event.wrapper)
     return _users_line(wrapper.site) if wrapper is not None and wrapper.site else None
 
 

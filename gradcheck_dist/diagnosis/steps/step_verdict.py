@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import NamedTuple
 
 from gradcheck_dist.diagnosis.finding import Finding, FirstEvent, Unverified, Weight
@@ -241,8 +242,9 @@ def _hidden(finding: Finding) -> bool:
 
 def merged(verdicts: Sequence[StepVerdict]) -> list[Finding]:
     """One finding for what repeats step after step. The first step's stays, or the first that leaves no candidate open
-    because of a clip; its consequence is that of all steps, and it concerns as many parameters as in any: behind layers
-    that begin at zero, the first step's gradients are zero."""
+    because of a clip, or whose factor has a name that other steps do not contradict; its consequence is that of all
+    steps, and it concerns as many parameters as in any: behind layers that begin at zero, the first step's gradients
+    are zero."""
     result: dict[Cause, Finding] = {}
     effects: dict[Cause, list[Effect]] = defaultdict(list)
     factors: dict[Cause, dict[int, float]] = defaultdict(dict)
@@ -259,12 +261,38 @@ def merged(verdicts: Sequence[StepVerdict]) -> list[Finding]:
                 effects[key].append(verdict.effects[key])
             if finding.pattern.startswith(UNIFORM) and finding.factor.observed is not None:
                 factors[key][verdict.context.step] = finding.factor.observed
+    for key, by_step in factors.items():
+        if (better := _named_better(result[key], verdicts, by_step)) is not None:
+            better.steps, better.num_parameters, result[key] = result[key].steps, result[key].num_parameters, better
     for key, of_steps in effects.items():
         result[key].consequence = consequence(of_steps)
     for key, by_step in factors.items():
         result[key].explanation += _other_factors(result[key], by_step)
     order = {"error": 0, "warning": 1, "info": 2}
     return sorted(result.values(), key=lambda finding: (order[finding.severity], finding.code == "GS000", finding.step))
+
+
+def _named_better(known: Finding, verdicts: Sequence[StepVerdict], by_step: Mapping[int, float]) -> Finding | None:
+    """The same cause as another step tells of it, where degrees and counts of other steps contradict the name that the
+    factor has in this one: a name that holds in all, else no name. None where nothing is better."""
+    key, found = cause(known), list[tuple[bool, Finding]]()
+    for verdict in verdicts:
+        powers = verdict.made_of.get(key, ())
+        holds = all(_makes(powers, other, key) for other in verdicts if other.context.step in by_step)
+        mine = (one for one in verdict.findings if cause(one) == key and (holds or not powers))
+        found += [(holds, one) for one in mine if one.pattern.startswith(UNIFORM)]
+    if any(one is known for _, one in found):
+        return None
+    return max(found, key=lambda pair: pair[0], default=(False, None))[1]
+
+
+def _makes(powers: Powers, verdict: StepVerdict, key: Cause) -> bool:
+    """Whether a name comes to the factor of a step with its degrees and counts, or is made of others than these."""
+    quantities, factor = verdict.context.quantities, next(one.factor for one in verdict.findings if cause(one) == key)
+    if any(name not in quantities for name, _ in powers) or factor.observed is None:
+        return True
+    made = prod(quantities[name] ** power for name, power in powers)
+    return abs(made - abs(factor.observed)) <= max(SAME, 2 * (factor.tolerance or 0.0)) * abs(factor.observed)
 
 
 def _other_factors(finding: Finding, by_step: Mapping[int, float]) -> str:

@@ -1,0 +1,31 @@
+"""What reduces other gradients on a rank where nothing reduces this one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from gradcheck_dist.diagnosis.weights.cells import Held
+from gradcheck_dist.events import DATA_PARALLEL, Reduce
+from gradcheck_dist.ledger.tracks import StepData
+
+
+def reduced_beside(
+    data: StepData, place: Mapping[int, int], held: Sequence[Held], missing: Collection[int]
+) -> Reduce | None:
+    """The program's own reduction, the last one, of other parameters' gradients over ranks of which one at least has a
+    batch (`missing`, data coordinates; `place`: the coordinate of each rank) that never comes to these; None where
+    there is none. What a wrapper reduces stands on no line of the program's."""
+    found: list[Reduce] = []
+    for rank in sorted({rank for one in held for rank in one.ranks}):
+        mine = {data.tracks[one.param][rank].param.id for one in held if rank in data.tracks[one.param]}
+        found += [
+            event
+            for event in data.events[rank]
+            if isinstance(event, Reduce)
+            and event.wrapper is None
+            and event.impl not in DATA_PARALLEL
+            and event.site is not None
+            and not {place.get(other) for other in event.group}.isdisjoint(missing)
+            and mine.isdisjoint(data.params_of(rank, event.params))
+        ]
+    return max(found, key=lambda event: event.seq, default=None)
