@@ -74,6 +74,7 @@ from gradcheck_dist.diagnosis.steps.unfollowed import not_attached
 from gradcheck_dist.diagnosis.steps.units import unit_of, weights
 from gradcheck_dist.diagnosis.weighing import Assumed, Measurements, Reading, Weighed, read_step, weigh
 from gradcheck_dist.diagnosis.weights.cells import Held, judge
+from gradcheck_dist.diagnosis.weights.few_elements import unlike_reads
 from gradcheck_dist.ledger.contributions import Contributions
 from gradcheck_dist.ledger.handed_on import changed_on_the_way, hands_on
 from gradcheck_dist.ledger.hooked import told_hooks
@@ -253,7 +254,7 @@ def _judged(
         verdict.reasons += facts.by_norm.in_one_model(recorded.coordinate)
     if facts.weights_right:
         verdict.reasons += [*shares_of_one_loss(data, recorded), *counted_for_each_copy(data, recorded)]
-        verdict.reasons += whole_for_each(data, recorded)
+        verdict.reasons += [*whole_for_each(data, recorded), *unlike_reads(data, verdict.held)]
     unequal = by_weights if by_weights[0] else unequal_losses(data, recorded, norms)
     for reasons, values in (unequal, no_distribution(data)):
         verdict.reasons, verdict.remarks = verdict.reasons + reasons, verdict.remarks + values

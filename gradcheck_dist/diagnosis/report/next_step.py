@@ -208,6 +208,8 @@ SAYS = {
     "is no combination of the recorded contributions": "Look what makes these gradients besides backward and its "
     "reductions (noise, a running mean, what an earlier step left); recorded without that, or from the first step on, "
     "all is judged.",
+    "and no record makes them so": "Print these gradients on each rank before the optimizer steps, and look for what "
+    "changes them on some ranks alone.",
     "did not reach the optimizer": RECORD_WHOLE,
     "no backward pass was recorded": RECORD_WHOLE,
     "before the optimizer is not known": RECORD_WHOLE,

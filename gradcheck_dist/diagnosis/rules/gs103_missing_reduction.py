@@ -165,7 +165,13 @@ def _mended(case: Case, lacking: str | None) -> str:
         return f"Reduce once, after the last backward of the step: {at} runs before it."
     if beside is not None and beside.site is not None:
         return f"Reduce these parameters' gradients too, as {beside.site.short} does with the others."
-    if case.configured_at is None and getattr(case.event, "sync", None) is None:
+    sync = getattr(case.event, "sync", None)
+    if sync:
+        return (
+            "Make these parameters part of the wrapped module before it is wrapped, and list none as ignored: the "
+            "wrapper reduces others in this pass. Or reduce them by hand (dist.all_reduce), by the same number."
+        )
+    if case.configured_at is None and sync is None:
         return (
             "Reduce the gradients over these ranks after the last backward (dist.all_reduce, and a division by their "
             "number where each rank's loss is a mean of its own), or train through DDP or FSDP."

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from gradcheck_dist.diagnosis.weights.cells import COUNTED_AGAIN, EQUAL, MATERIAL, TOO_FEW, TOO_SMALL, Held
+from gradcheck_dist.diagnosis.weights.few_elements import confirm_few
 from gradcheck_dist.events import OptimizerStep, Reduce
 from gradcheck_dist.ledger.buffers import Column, Entry, Replay
 from gradcheck_dist.ledger.composed import made_up_of
@@ -41,6 +42,7 @@ def measure(data: StepData, contributions: Contributions, on_the_way: Transits |
             for one in of_param:
                 _carry(one, key[0], on_the_way)
         held += of_param
+    confirm_few(data, held)
     _leave_rounding(held, data)
     _leave_equal(held)
     return held
