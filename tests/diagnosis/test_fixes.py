@@ -127,3 +127,16 @@ def test_own_tokens_are_replaced_by_those_of_all_ranks_whatever_follows(op: str)
     finding = found(replace(BY_HAND, op=op, root=rank_mean(2)))
     assert finding.code == "GS302"
     assert "(c = 1/N, or R/N where the reduction averages over R ranks)" in finding.fix
+
+
+@pytest.mark.parametrize(
+    ("factor", "fix"),
+    [
+        (3.0, "Divide the term by accumulation_steps as well"),
+        (1 / 3, "Take out a division of the term by accumulation_steps"),
+        (1.37, "Scale the term by the constants of the main loss"),
+    ],
+)
+def test_a_term_is_mended_by_the_name_of_its_factor(factor: float, fix: str) -> None:
+    finding = found(replace(BY_HAND, auxiliary=global_mean(0.01 * factor)))
+    assert (finding.code, finding.fix[: len(fix)]) == ("GS304", fix)

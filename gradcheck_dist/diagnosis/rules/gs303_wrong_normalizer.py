@@ -24,18 +24,17 @@ which number was used once too often or not at all.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import log2
 
 from gradcheck_dist.diagnosis.answer import Answer
 from gradcheck_dist.diagnosis.causes.case import Case, ambiguous
 from gradcheck_dist.diagnosis.causes.experiments import between_names
+from gradcheck_dist.diagnosis.causes.mending import taken_out
 from gradcheck_dist.diagnosis.causes.vocabulary import RANKS, SCHEDULE, TOKENS, is_scale
 from gradcheck_dist.diagnosis.rules.gs104_wrong_divisor import summed_means, undivided_means
 from gradcheck_dist.diagnosis.rules.gs301_mean_of_means import IS_SUM, SUM_MEANT, is_sum
 from gradcheck_dist.diagnosis.weights.context import EVALUATED, LOSS_SCALE, StepContext
 from gradcheck_dist.diagnosis.weights.extra_counts import extra_counts
-from gradcheck_dist.diagnosis.weights.factors import Name, expression_of
 from gradcheck_dist.diagnosis.words import in_short
 from gradcheck_dist.events import Reduce
 from gradcheck_dist.ledger.expected import TOTALS
@@ -56,8 +55,6 @@ NAMED = (
     "Correct the normalisation where the loss is computed: the factor's name says which number is used once too often "
     "or is missing."
 )
-TOO_LARGE = "Divide each loss by {number} as well, or take out what multiplies it by that."
-TOO_SMALL = "Take out a division of the losses by {number}: one too many is done, here or further on."
 UNDIVIDED = "Divide the sum by the tokens of the whole step, of all ranks and accumulation steps{times}{instead}."
 TWICE = (
     "Divide by the accumulation steps once: on the loss's own line, or in the backward of a framework that divides by "
@@ -170,7 +167,7 @@ def judge(case: Case) -> Answer | None:
     counted = None if case.names else _counted(case)
     if case.names:
         told = None if len(equal) > 1 else _told(dict(case.names[0].powers))
-        fix = told or _made_of(equal)
+        fix = told or taken_out(equal, "each loss", "the losses") or NAMED
         fix += _counted_by_several(case) if told in (None, TWICE) else ""
     else:
         fix = _without_name(case) if counted is None else _count(case, counted)
@@ -302,17 +299,6 @@ def _told(powers: dict[str, int]) -> str | None:
         return EVERY
     steps = powers.get("accumulation_steps") if len(powers) == 1 else None
     return {-1: TWICE, 1: NEVER}.get(steps or 0)
-
-
-def _made_of(equal: Sequence[Name]) -> str:
-    """What mends a factor that degrees and counts make: by its first name, and others that are equal in this run."""
-    signs = {power > 0 for name in equal for _, power in name.powers}
-    if len(signs) != 1:
-        return NAMED
-    large = signs == {True}
-    first, *others = (expression_of(tuple((part, abs(power)) for part, power in name.powers)) for name in equal)
-    alike = f" (or by {' or '.join(others)}, which {'is' if len(others) == 1 else 'are'} equal here)" if others else ""
-    return (TOO_LARGE if large else TOO_SMALL).format(number=f"{first}{alike}")
 
 
 def _tokens(case: Case) -> float:

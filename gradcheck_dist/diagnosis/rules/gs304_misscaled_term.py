@@ -28,6 +28,8 @@ from __future__ import annotations
 
 from gradcheck_dist.diagnosis.answer import Answer
 from gradcheck_dist.diagnosis.causes.case import Case, ambiguous
+from gradcheck_dist.diagnosis.causes.experiments import between_names
+from gradcheck_dist.diagnosis.causes.mending import taken_out
 from gradcheck_dist.diagnosis.weights.context import StepContext
 
 CODE = "GS304"
@@ -43,19 +45,12 @@ def judge(case: Case) -> Answer | None:
         return None
     factor = case.pattern.factor
     name = f" = {case.names[0].expression}" if case.names else ""
-    others = ambiguous(case.names, near=False)
-    experiment = None
-    if others:
-        listed = ", ".join(other.expression for other in others)
-        experiment = (
-            f"{case.names[0].expression} and {listed} are equal in this run: run again with another number of "
-            f"accumulation steps ({case.context.num_accumulation + 1}) to tell them apart."
-        )
+    equal = [*case.names[:1], *ambiguous(case.names, near=False)]
     subject = f"terms {', '.join(case.terms)} enter" if len(case.terms) > 1 else f"term {case.terms[0]} enters"
     return Answer(
         explanation=f"The loss {subject} backward with x {factor:.6g}{name} of the weight that the declared "
         "coefficient asks for beside the main loss, in every contribution. The main loss is not concerned.",
-        fix="Scale the term by the constants of the main loss: the factor's name says which one is missing or is used "
-        "once too often.",
-        suggested_experiment=experiment,
+        fix=taken_out(equal, "the term", "the term")
+        or "Scale the term by the constants of the main loss, and multiply it by the declared coefficient alone.",
+        suggested_experiment=between_names(case.context, equal),
     )
