@@ -60,6 +60,7 @@ def test_what_a_reduction_by_hand_leaves_out_is_told_at_its_line() -> None:
     assert finding.code == "GS103"
     assert finding.first_event is not None
     assert (finding.first_event.kind, finding.first_event.line) == ("reduce", LINE)
+    assert finding.first_event.observed_factor is None  # it does to the others what it should
     assert finding.fix == f"Reduce these parameters' gradients too, as train.py:{LINE} does with the others."
 
 

@@ -294,7 +294,7 @@ def first_event(case: Case) -> FirstEvent | None:
         microbatch=getattr(culprit.gradient or event, "microbatch", None),
         stage=getattr(culprit.gradient or event, "stage", None),
         nominal_factor=_documented(culprit),
-        observed_factor=culprit.factor,
+        observed_factor=None if culprit.absent else culprit.factor,  # of what did not happen there is none
         configured_at=case.configured_at,
         called_from=site.called_from if site else None,
         unrecorded=culprit.unrecorded and culprit.write is None,
