@@ -88,7 +88,7 @@ def test_gradients_that_are_reduced_by_hand_are_clipped_afterwards(clip: str, co
 
 @pytest.mark.parametrize(
     ("clip", "code", "line"),
-    [("by hand", "", ""), ("by hand, not reduced", "GS103", "backward()"), ("by hand, halved", "GS000", "mul_(0.5)")],
+    [("by hand", "", ""), ("by hand, not reduced", "GS103", "all_reduce("), ("by hand, halved", "GS000", "mul_(0.5)")],
 )
 def test_copies_that_differ_are_clipped_by_their_own_norms_and_the_clip_is_not_to_blame(
     clip: str, code: str, line: str, tmp_path: Path

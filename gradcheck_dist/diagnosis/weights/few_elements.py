@@ -14,7 +14,7 @@ from gradcheck_dist.diagnosis.words import in_short
 from gradcheck_dist.events import SCALED, GradWrite
 from gradcheck_dist.ledger.buffers import Entry
 from gradcheck_dist.ledger.contributions import ContributionKey
-from gradcheck_dist.ledger.solve import COARSE, RESIDUAL_FACTOR, SURE_SIGMAS
+from gradcheck_dist.ledger.solve import COARSE, RESIDUAL_FACTOR, ROUNDING, SURE_SIGMAS
 from gradcheck_dist.ledger.tracks import ParamKey, StepData
 from gradcheck_dist.wording import numbered
 
@@ -50,13 +50,19 @@ def confirm_few(data: StepData, measured: Sequence[Held]) -> None:
             copies.setdefault(held.param, []).append(held)
     known = _known(data, measured) if copies else {}
     for of_param in copies.values():
-        if not all(_confirm(data, held, known, last=True) for held in of_param):
-            continue
-        for held in of_param:
+        if all(_confirm(data, held, known, last=True) for held in of_param):
+            for held in of_param:
+                _take_over(held)
+    for held in measured if known else ():
+        if held.observed is not None:  # what was measured in the end, with other shards, may be known on the way, too
             _confirm(data, held, known)
-            final = held.replay.final(held.rank)
-            if final is not None and final.observed is not None and final.stderr is not None:
-                held.observed, held.stderr, held.reason = final.observed / final.clip, final.stderr / final.clip, ""
+
+
+def _take_over(held: Held) -> None:
+    """Let the weights be those of what the optimizer read."""
+    final = held.replay.final(held.rank)
+    if final is not None and final.observed is not None and final.stderr is not None:
+        held.observed, held.stderr, held.reason = final.observed / final.clip, final.stderr / final.clip, ""
 
 
 def unlike_reads(data: StepData, measured: Sequence[Held]) -> list[str]:
@@ -143,8 +149,8 @@ def _confirm(data: StepData, held: Held, known: Mapping[Place, Sequence[Known]],
 
 def _give(entry: Entry, values: np.ndarray, held: Held, written: float, known: Sequence[Known]) -> bool:
     """Find the weights in a sample; their standard errors are NaN where a contribution is zero. Whether there are."""
-    if entry.observed is not None:
-        return True
+    if entry.observed is not None or entry.solution is not None:
+        return entry.observed is not None
     here = np.isfinite(values)
     read, leaves = values[here], held.replay.basis.values[:, here]
     if not (np.isfinite(entry.nominal).all() and np.isfinite(leaves).all()):
@@ -154,12 +160,15 @@ def _give(entry: Entry, values: np.ndarray, held: Held, written: float, known: S
     candidates += [one for one in known if one.keys == keys]
     sizes, length = np.linalg.norm(leaves, axis=1), float(np.linalg.norm(read))
     for one in candidates:
-        weights, stderr = one.weights * written, one.stderr * abs(written)
-        off = RESIDUAL_FACTOR * held.replay.epsilon * (length + float(np.abs(weights) @ sizes))
-        off += SURE_SIGMAS * float(np.linalg.norm(stderr * sizes))
-        if off <= SURE * length and float(np.linalg.norm(read - weights @ leaves)) <= off:
+        weights, inherited = one.weights * written, float(np.linalg.norm(one.stderr * written * sizes))
+        summands = np.abs(weights) * sizes
+        off = RESIDUAL_FACTOR * held.replay.epsilon * (length + float(summands.sum())) + SURE_SIGMAS * inherited
+        rest = float(np.linalg.norm(read - weights @ leaves))
+        if off <= SURE * length and rest <= off:
+            largest, terms = max(length, float(np.linalg.norm(summands))), np.count_nonzero(summands)
+            error = max(rest, ROUNDING * held.replay.epsilon * largest * terms**0.5, inherited)
             entry.observed = weights
-            entry.stderr = np.divide(off, sizes, out=np.full(len(sizes), np.nan), where=sizes > 0)
+            entry.stderr = np.divide(error, sizes, out=np.full(len(sizes), np.nan), where=sizes > 0)
             entry.own = np.nan_to_num(entry.stderr)
             return True
     return False
