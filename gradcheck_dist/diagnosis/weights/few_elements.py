@@ -37,6 +37,8 @@ class Known(NamedTuple):
 Place = tuple[int, int, int]
 """Where a gradient is sampled: the rank, after how many other samples, and whether before or behind an event. Each
 parameter may have a reduction of its own."""
+Writes = Mapping[int, Sequence[GradWrite]]
+"""What the program's own lines wrote to gradients, by rank."""
 
 
 def confirm_few(data: StepData, measured: Sequence[Held]) -> None:
@@ -45,17 +47,21 @@ def confirm_few(data: StepData, measured: Sequence[Held]) -> None:
     there, or either times the numbers of the program's own lines. That is one equation for each element, without a free
     number. Where one rank's gradient is something else, nothing is known of the others' either."""
     copies: dict[ParamKey, list[Held]] = {}
-    for held in measured:
-        if held.reason == TOO_FEW and held.replay.epsilon <= COARSE and np.isfinite(_read(data, held)).any():
+    few = (held for held in measured if held.reason == TOO_FEW and held.replay.epsilon <= COARSE)
+    for held in few:
+        if not held.hops and not held.elsewhere and np.isfinite(_read(data, held)).any():
             copies.setdefault(held.param, []).append(held)
-    known = _known(data, measured) if copies else {}
+    if not copies:
+        return
+    writes = {rank: [one for one in events if isinstance(one, GradWrite)] for rank, events in data.events.items()}
+    known = _known(data, measured, writes)
     for of_param in copies.values():
-        if all(_confirm(data, held, known, last=True) for held in of_param):
+        if all(_confirm(data, held, known, writes, last=True) for held in of_param):
             for held in of_param:
                 _take_over(held)
-    for held in measured if known else ():
+    for held in measured:
         if held.observed is not None:  # what was measured in the end, with other shards, may be known on the way, too
-            _confirm(data, held, known)
+            _confirm(data, held, known, writes)
 
 
 def _take_over(held: Held) -> None:
@@ -113,7 +119,7 @@ def _samples(data: StepData, held: Held) -> list[tuple[Entry, np.ndarray]]:
     return found if len(found) == len(sampled) else []
 
 
-def _known(data: StepData, measured: Sequence[Held]) -> dict[Place, list[Known]]:
+def _known(data: StepData, measured: Sequence[Held], writes: Writes) -> dict[Place, list[Known]]:
     """The weights that gradients were measured to have at each place, each once."""
     found: dict[Place, list[Known]] = {}
     asked: Counter[int] = Counter()
@@ -126,7 +132,7 @@ def _known(data: StepData, measured: Sequence[Held]) -> dict[Place, list[Known]]
             if entry.observed is None or entry.stderr is None or not np.isfinite(entry.observed).all():
                 continue
             others = found.setdefault((entry.rank, index, entry.order), [])
-            written = _written(data, held, entry)
+            written = _written(data, held, entry, writes)
             one = Known(keys, entry.observed / written, entry.stderr / abs(written))
             if len(others) < MOST and not any(_are_alike(one, other) for other in others):
                 others.append(one)
@@ -137,24 +143,24 @@ def _are_alike(one: Known, other: Known) -> bool:
     return one.keys == other.keys and np.allclose(one.weights, other.weights, rtol=SURE)
 
 
-def _confirm(data: StepData, held: Held, known: Mapping[Place, Sequence[Known]], *, last: bool = False) -> bool:
-    """Give samples, or the last one alone, their weights. Whether that did for all."""
+def _confirm(
+    data: StepData, held: Held, known: Mapping[Place, Sequence[Known]], writes: Writes, *, last: bool = False
+) -> bool:
+    """Give samples that nothing is known of, or the last one alone, their weights. Whether all have some then."""
     samples = list(enumerate(_samples(data, held)))[-1 if last else 0 :]
-    found = [
-        _give(entry, values, held, _written(data, held, entry), known.get((held.rank, index, entry.order), ()))
-        for index, (entry, values) in samples
-    ]
-    return bool(found) and all(found)
+    for index, (entry, values) in samples:
+        if entry.observed is None and entry.solution is None:
+            others = known.get((held.rank, index, entry.order), ())
+            _give(entry, values, held, _written(data, held, entry, writes), others)
+    return bool(samples) and all(entry.observed is not None for _, (entry, _) in samples)
 
 
-def _give(entry: Entry, values: np.ndarray, held: Held, written: float, known: Sequence[Known]) -> bool:
-    """Find the weights in a sample; their standard errors are NaN where a contribution is zero. Whether there are."""
-    if entry.observed is not None or entry.solution is not None:
-        return entry.observed is not None
+def _give(entry: Entry, values: np.ndarray, held: Held, written: float, known: Sequence[Known]) -> None:
+    """Find the weights in a sample, if any of these make it; standard errors are NaN where a contribution is zero."""
     here = np.isfinite(values)
     read, leaves = values[here], held.replay.basis.values[:, here]
     if not (np.isfinite(entry.nominal).all() and np.isfinite(leaves).all()):
-        return False
+        return
     keys, none = tuple(held.replay.basis.keys), np.zeros(len(leaves))
     candidates = [Known(keys, entry.nominal / written, none), Known(keys, entry.nominal, none)]
     candidates += [one for one in known if one.keys == keys]
@@ -170,16 +176,15 @@ def _give(entry: Entry, values: np.ndarray, held: Held, written: float, known: S
             entry.observed = weights
             entry.stderr = np.divide(error, sizes, out=np.full(len(sizes), np.nan), where=sizes > 0)
             entry.own = np.nan_to_num(entry.stderr)
-            return True
-    return False
+            return
 
 
-def _written(data: StepData, held: Held, entry: Entry) -> float:
+def _written(data: StepData, held: Held, entry: Entry, writes: Writes) -> float:
     """What the program's own lines multiplied a gradient by on its rank up to a sample."""
     param = data.tracks[held.param][held.rank].param.id
     return prod(
         event.factor
-        for event in data.events[held.rank]
-        if isinstance(event, GradWrite) and event.factor and event.op == SCALED and event.seq < entry.seq
+        for event in writes[held.rank]
+        if event.factor and event.op == SCALED and event.seq < entry.seq
         if param in data.params_of(held.rank, event.params)
     )
