@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import gradcheck_dist
-from gradcheck_dist.events import Event, LossGradient
+from gradcheck_dist.events import Event, Loss, LossGradient
 from gradcheck_dist.probes.losses.log_probs import is_log_softmax
 from gradcheck_dist.trace.run import read_run
 
@@ -35,6 +35,17 @@ def test_log_softmax_and_gather_is_a_loss_whose_masked_tokens_do_not_count(tmp_p
     (found,) = gradients(tmp_path, loss)
     assert (found.num_tokens, found.weight) == (4, pytest.approx(1 / 8))
     assert found.weight_min == found.weight_max == pytest.approx(1 / 8)
+
+
+def test_labels_that_are_taken_along_a_dimension_are_picked_as_by_gather(tmp_path: Path) -> None:
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        picked = torch.take_along_dim(logits.log_softmax(-1), labels[:, None], -1).squeeze(-1)
+        return -picked.masked_fill(MASK == 0, 0.0).sum() / 8
+
+    (found,) = gradients(tmp_path, loss)
+    assert (found.num_tokens, found.weight) == (4, pytest.approx(1 / 8))
+    (told,) = [event for event in read_run(tmp_path / "run").ranks[0].events if isinstance(event, Loss)]
+    assert (told.op, told.num_labels) == ("log_softmax index", 6)
 
 
 def test_a_declared_loss_is_counted_once(tmp_path: Path) -> None:

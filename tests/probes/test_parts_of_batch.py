@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import reduce
 from pathlib import Path
 
 import pytest
@@ -109,9 +110,11 @@ PARTS_OF_ONE = [
 OF_THEIR_OWN = [rows, rows_one_by_one, rows_laid_flat, shifted_rows, slices, heads]
 
 
-def trained(run_dir: Path, form: Form, *, sums: bool = False, objective: str | None = None) -> Report:
+def trained(
+    run_dir: Path, form: Form, *, sums: bool = False, objective: str | None = None, times: float = 1.0
+) -> Report:
     """One step over two batches of rows that are padded by unequal numbers of ignored labels: means of parts, or their
-    `sums` over all tokens."""
+    `sums` over all tokens, `times` too large."""
     torch.manual_seed(0)
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -124,7 +127,7 @@ def trained(run_dir: Path, form: Form, *, sums: bool = False, objective: str | N
             parts = [(logits.flatten(0, -2), of.flatten()) for logits, of in form(model, *batch)]
             losses = [F.cross_entropy(*part, reduction="sum" if sums else "mean") for part in parts]
             num = 2 * (sum(int((of >= 0).sum()) for _, of in parts) if sums else len(parts))
-            (torch.stack(losses).sum() / num).backward()
+            (reduce(torch.add, losses) / (num / times)).backward()
         optimizer.step()
     return diagnose(read_run(run_dir))
 
@@ -140,6 +143,14 @@ def test_means_over_parts_of_one_batch_leave_the_verdict_open(tmp_path: Path, fo
 def test_sums_over_parts_that_are_divided_once_are_right(tmp_path: Path, form: Form) -> None:
     report = trained(tmp_path / "run", form, sums=True)
     assert (report.verdict, report.run.objective) == ("clean", "global-token-mean")
+
+
+@pytest.mark.parametrize("form", PARTS_OF_ONE)
+def test_sums_over_parts_that_are_divided_by_too_few_tokens_are_found(tmp_path: Path, form: Form) -> None:
+    """As one sum over the whole batch is: no coefficient stands before parts that nothing multiplies."""
+    (finding,) = trained(tmp_path / "run", form, sums=True, times=3.7).findings
+    assert finding.code == "GS303"
+    assert finding.factor.observed == pytest.approx(3.7)
 
 
 @pytest.mark.parametrize("form", OF_THEIR_OWN)

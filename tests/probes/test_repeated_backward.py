@@ -219,6 +219,10 @@ UNSEEN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "squares": lambda output, labels: F.mse_loss(output, F.one_hot(labels, 5).float()),
     "squares by hand": lambda output, labels: ((output - F.one_hot(labels, 5)) ** 2).mean(),
     "logsumexp": lambda output, labels: (output.logsumexp(1) - output.gather(1, labels[:, None])[:, 0]).sum() / 15,
+    "one hot": lambda output, labels: -(F.one_hot(labels, 5) * output.log_softmax(1)).sum() / 15,
+    "masked targets": lambda output, labels: (
+        -((labels > 0)[:, None] * F.one_hot(labels, 5) * output.log_softmax(1)).sum()
+    ),
 }
 
 
@@ -280,6 +284,22 @@ def test_losses_that_are_parts_of_one_tensor_are_others(tmp_path: Path, loss: st
             optimizer.step()
             optimizer.zero_grad()
     assert diagnose_run(tmp_path / "run").findings == []
+
+
+def test_other_targets_of_the_same_log_probabilities_make_another_loss(tmp_path: Path) -> None:
+    """Two teachers, one after the other."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with attach(tmp_path / "run"):
+        for _ in range(2):
+            for _ in SIZES:
+                log_probs = model(torch.randn(7, 8)).log_softmax(1)
+                for _ in range(2):
+                    (-(torch.randn(7, 5).softmax(1) * log_probs).sum() / 21).backward(retain_graph=True)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert [one.code for one in diagnose_run(tmp_path / "run").findings if one.code == "GS403"] == []
 
 
 def test_losses_that_are_means_are_weighed_apart_in_a_running_total_and_it_is_found(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from gradcheck_dist.diagnosis.weights.bare_sums import are_bare_sums
 from gradcheck_dist.diagnosis.weights.cells import MAX_SPREAD
 from gradcheck_dist.diagnosis.weights.degrees import degrees_of, is_of_degrees, same
 from gradcheck_dist.events import Event, Loss, LossGradient
@@ -98,8 +99,11 @@ class Written:
 
 def as_written(contributions: Contributions, events: Mapping[int, Sequence[Event]]) -> list[Written]:
     """The contributions without the coefficients of their losses, as means and as sums. Empty where the losses stand in
-    no sum, or something else than one number in all passes stands before each of them, or nothing before any."""
+    no sum, or something else than one number in all passes stands before each of them, or nothing before any, or where
+    they are sums over the parts of one batch."""
     losses = _losses(contributions, events)
+    if losses and are_bare_sums(pair for loss in losses for pair in loss.values()):
+        return []
     found = [_without(contributions, losses, of_sum=of_sum) for of_sum in (False, True)] if losses else []
     return [one for one in found if one is not None]
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import chain
 from math import prod, sqrt
 
 from gradcheck_dist.diagnosis.causes.case import Case
 from gradcheck_dist.diagnosis.norms.clips import is_round
+from gradcheck_dist.diagnosis.weights.bare_sums import are_bare_sums
 from gradcheck_dist.diagnosis.weights.degrees import is_of_degrees, same
 from gradcheck_dist.diagnosis.weights.loops import one_loop
 from gradcheck_dist.events import AmpUnscale, Loss, LossGradient
@@ -66,14 +68,14 @@ def _may_be_meant(case: Case, data: StepData) -> bool:
     if culprit.kind != "loss":
         # Losses that are 1/R of what an average over R ranks asks for: so would a coefficient of that number be.
         average = case.reduce is not None and case.recorded and case.everywhere
-        return average and is_round(case.pattern.factor) and _beside_others(case)
+        return average and is_round(case.pattern.factor) and _beside_others(case, data)
     counted = case.context.contributions.by_key.values()
     if all(c.loss is not None and c.loss.op == SOFT_TARGETS for c in counted):
         # Distillation is multiplied by the temperature's square, and more.
         return not _adds_up_means(case, data) or _by_temperature(case, data)
     if _added(case) or _before_each(case) or _labels_alone(case) or _between_passes(case, data):
         return True
-    return _beside_others(case) or bool(_counted_as_one(case, data))
+    return _beside_others(case, data) or bool(_counted_as_one(case, data))
 
 
 def _between_passes(case: Case, data: StepData) -> bool:
@@ -131,7 +133,7 @@ def _labels_alone(case: Case) -> bool:
     return bool(shares) and all(share is not None and abs(case.pattern.factor * share - 1) <= near for share in shares)
 
 
-def _beside_others(case: Case) -> bool:
+def _beside_others(case: Case, data: StepData) -> bool:
     """Whether a factor may be a coefficient, since other losses stand beside all that count tokens, or several of these
     with coefficients of their own, which the whole may be divided by. Above 1 it is no number of passes and ranks."""
     counted = case.context.contributions
@@ -139,7 +141,8 @@ def _beside_others(case: Case) -> bool:
     if case.pattern.factor > 1:
         before = [one.weight * (one.num_tokens or 0) / one.whole if one and one.whole else 1.0 for one in gradients]
         in_sum = not any(same(number, 1) for number in before)
-        return in_sum and not case.context.as_written and not is_of_degrees(case.pattern.factor, counted)
+        told = case.context.as_written or is_of_degrees(case.pattern.factor, counted)
+        return in_sum and not told and not _bare_sums(case, data)
     beside = all(one is not None and one.other_losses > 0 for one in gradients)
     if not case.pattern.factor > 0 or not (beside or case.context.as_written):
         return False
@@ -147,6 +150,12 @@ def _beside_others(case: Case) -> bool:
     if all(_divided_by_all_tokens(one, counted) for one in each):
         return False
     return not is_of_degrees(case.pattern.factor, counted) or not all(_multiplied_as_a_whole(one, case) for one in each)
+
+
+def _bare_sums(case: Case, data: StepData) -> bool:
+    ranks = {coordinate: rank for rank, coordinate in case.context.contributions.coordinate.items()}.values()
+    passes = (pairs for rank in ranks for pairs in losses_of_rank(data.events.get(rank, [])).values())
+    return are_bare_sums(chain.from_iterable(passes))
 
 
 def _multiplied_as_a_whole(one: Contribution, case: Case) -> bool:

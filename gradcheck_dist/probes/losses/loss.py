@@ -265,9 +265,11 @@ def tell_loss(
     known: Tensor | None = None,
     *,
     dtype: torch.dtype | None = None,
+    rows: int | None = None,
 ) -> int:
     """Record a loss that was found behind its evaluation; returns its id. `known`: whether it is one that counts
-    anything, where that is still on an accelerator. `dtype`: what its gradient is rounded to."""
+    anything, where that is still on an accelerator. `dtype`: what its gradient is rounded to. `rows`: how many labels
+    there would be, where there are none."""
     loss_id = recorder.next_seq()
     recorder.emit(
         Loss if known is None else perhaps.loss,
@@ -277,7 +279,7 @@ def tell_loss(
         op=op,
         reduction=reduction,
         num_tokens=num_tokens,
-        num_labels=labels.numel() if labels is not None else None,
+        num_labels=labels.numel() if labels is not None else rows,
         label_hash=label_hash(labels) if labels is not None else None,
         **({} if dtype is None else {"dtype": str(dtype).removeprefix("torch.")}),
         **({} if known is None else {"known": known}),

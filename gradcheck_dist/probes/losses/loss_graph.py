@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from enum import Enum
+from math import prod
 from typing import Any
 
 import torch
@@ -173,6 +174,12 @@ def dtype_of(node: Any, output: int) -> torch.dtype | None:
     return outputs[output].dtype if output < len(outputs) else None
 
 
+def rows_of(node: Any, dim: int) -> int | None:
+    """How many rows of `dim` a node's first output has; None where this torch does not tell."""
+    shapes = [[*output.shape] for output in getattr(node, "_input_metadata", ())]
+    return prod(shapes[0]) // max(shapes[0][dim], 1) if shapes else None
+
+
 def edges_of(node: Any) -> list[tuple[Any, int]]:
     """The inputs of a node that have a gradient: other nodes, and which of their outputs."""
     return [edge for edge in node.next_functions if not _is_number(*edge)] if node is not None else []
@@ -286,7 +293,7 @@ def source_of(node: Any) -> Any:
 
 def _seen_through(node: Any) -> Any:
     for _ in range(log_probs.MAX_HOPS):
-        passes = name_of(node).startswith(log_probs.PASS_THROUGH) or selects_rows(node)
+        passes = name_of(node).startswith(log_probs.PASS_THROUGH) or selects_rows(node) or _expands_nothing(node)
         if not passes or not node.next_functions:
             break
         node = node.next_functions[0][0]
@@ -302,6 +309,14 @@ def selects_rows(node: Any) -> bool:
     if len(indices) != 1 or mask is None or mask.dtype is not torch.bool:
         return False
     return bool(mask.dim() < len(node._saved_self_sym_sizes))
+
+
+def _expands_nothing(node: Any) -> bool:
+    """As torch.take_along_dim does, to indices that are as large already."""
+    if name_of(node) != "ExpandBackward":
+        return False
+    shapes = [[*output.shape] for output in getattr(node, "_input_metadata", ())]
+    return shapes[:1] == [[*node._saved_self_sym_sizes]]
 
 
 def _normalised(source: Any) -> set[Any]:

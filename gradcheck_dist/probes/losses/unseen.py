@@ -22,7 +22,16 @@ from gradcheck_dist.probes.backward.roots import Root
 from gradcheck_dist.probes.losses import by_gradient, heads, label_smoothing, log_probs, means
 from gradcheck_dist.probes.losses.label_functions import Labelled
 from gradcheck_dist.probes.losses.loss import gradient_arrived, is_inside_of_a_loss, tell_loss, tell_whole
-from gradcheck_dist.probes.losses.loss_graph import PICKS, dim_of, dtype_of, function_of, name_of, search
+from gradcheck_dist.probes.losses.loss_graph import (
+    PICKS,
+    Found,
+    dim_of,
+    dtype_of,
+    function_of,
+    name_of,
+    rows_of,
+    search,
+)
 from gradcheck_dist.probes.losses.loss_terms import emit_term, uncounted_terms, watch_terms
 from gradcheck_dist.probes.losses.same_logits import on_same_logits
 from gradcheck_dist.probes.parameters.stand_ins import is_host
@@ -31,6 +40,7 @@ from gradcheck_dist.probes.recording.marks import LABELLED, RECORDED, TOLD, has_
 from gradcheck_dist.probes.recording.patching import Patches
 from gradcheck_dist.probes.recording.recorder import BackwardPass, Recorder, guarded, kept_away
 
+_OF_ITS_INPUT = -1  # in the place of an output's number: a loss that a node makes of what it is given
 _REDUCTIONS = ("none", "mean", "sum")  # torch.nn._reduction.get_enum
 
 
@@ -83,7 +93,7 @@ def look(
     soft, own = found.log_softmaxes, list[Any]()
     if not (found.known or found.cross_entropies or picks) and len(soft) == 1 and not found.others:
         own.append(soft[-1])
-        _watch_soft_targets(recorder, soft.pop())
+        _watch_soft_targets(recorder, soft.pop(), found)
     current.other_losses += len(found.others) + len(soft)
     if (found.known or found.cross_entropies or picks) and len(roots) == 1:
         terms = uncounted_terms(roots[0], found)
@@ -128,12 +138,14 @@ def _tell_value(recorder: Recorder, current: BackwardPass, root: Root) -> None:
         )
 
 
-def _told_once(recorder: Recorder, node: Any, op: str, reduction: str, *fields: Any, output: int = 0) -> int:
+def _told_once(
+    recorder: Recorder, node: Any, op: str, reduction: str, *fields: Any, output: int = 0, **known: Any
+) -> int:
     """The id of a loss that is recorded now, or was when an earlier pass of the step differentiated it."""
     told = {} if node is None else node.metadata.setdefault(TOLD, {})  # a parameter may be the loss
     if told.get(output, (None, 0))[0] != recorder.step:
-        dtype = None if node is None else dtype_of(node, output)
-        told[output] = recorder.step, tell_loss(recorder, op, reduction, *fields, dtype=dtype)
+        known = {"dtype": None if node is None else dtype_of(node, output)} | known
+        told[output] = recorder.step, tell_loss(recorder, op, reduction, *fields, **known)
     return int(told[output][1])
 
 
@@ -195,11 +207,13 @@ def _count_nothing_inside(recorder: Recorder, node: Any) -> None:
     ended = node.register_hook(kept_away(recorder, "unseen", ends))
 
 
-def _watch_soft_targets(recorder: Recorder, node: Any) -> None:
-    """Where targets sum to 1 over the classes, the gradients that arrive at log-probabilities sum to -weight. No number
-    of labels tells passes over all of them from passes that each take some, so it is another loss in each."""
-    loss_id = tell_loss(recorder, "log_softmax", "none", None, None, dtype=dtype_of(node, 0))
-    dim = dim_of(node)
+def _watch_soft_targets(recorder: Recorder, node: Any, found: Found) -> None:
+    """Where targets sum to 1 over the classes, the gradients that arrive at log-probabilities sum to -weight. Other
+    targets make another loss of the same log-probabilities: what uses them tells."""
+    dim, users = dim_of(node), found.above.get(node, [])
+    user, dtype = users[0] if len(users) == 1 else None, dtype_of(node, 0)
+    told = "log_softmax", "none", None, None
+    loss_id = _told_once(recorder, user, *told, output=_OF_ITS_INPUT, dtype=dtype, rows=rows_of(node, dim))
 
     def arrived(grad: Tensor) -> None:
         held = getattr(grad, "_local_tensor", grad).detach()
