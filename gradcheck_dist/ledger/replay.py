@@ -130,6 +130,7 @@ class _Machine:
         self.given: list[Buffer] = []  # what each reduction gave, by the records
         # What .grad holds if the last one's result was put elsewhere, as nominal weights.
         self.kept: list[np.ndarray] = []
+        self.emptied = np.zeros(len(self.basis))  # what was emptied in this step, as nominal weights
         self.position = 0
 
     def _operations(self, data: StepData) -> list[Op]:
@@ -181,6 +182,7 @@ class _Machine:
             buffer.scale(event.coefficient)
             buffer.clip *= event.coefficient
         elif isinstance(event, ZeroGrad):
+            self.emptied = self.emptied + buffer.nominal
             buffer.clear()
         self._note(event.seq, EVENT_ORDER, event, "grad")
 
@@ -253,6 +255,8 @@ class _Machine:
         in_backward = event is None and order == AFTER_ORDER
         if weights is not None and self.kept and (in_backward or isinstance(event, OptimizerStep)):
             self._correct(entry, buffer, weights, in_backward)
+        if weights is not None and self.emptied.any():
+            self._put_back(entry, buffer, weights)
         errors = stderr if stderr is not None else np.zeros(len(self.basis))
         foreign = 0.0 if weights is not None else buffer.foreign if solution is None else solution.sigma
         if isinstance(event, Reduce) and event.root not in (None, self.track.rank):
@@ -279,6 +283,16 @@ class _Machine:
             said = [total] if share and np.allclose(seen, share * mine, rtol=0, atol=AS_SAID * abs(share)) else []
         if said and not np.allclose(seen, buffer.nominal[known], rtol=0, atol=AS_SAID):
             buffer.nominal = entry.nominal = said[0]
+
+    def _put_back(self, entry: Entry, buffer: Buffer, weights: np.ndarray) -> None:
+        """Let the records say that nothing was lost where a measurement shows all that was emptied, kept aside."""
+        known = ~np.isnan(weights)
+        whole = buffer.nominal + self.emptied
+        seen, said = weights[known], whole[known]
+        share = float(seen @ said) / float(said @ said) if self.emptied[known].any() else 0.0
+        if share and np.allclose(seen, share * said, rtol=0, atol=AS_SAID * abs(share)):
+            buffer.nominal = entry.nominal = whole
+            self.emptied = np.zeros(len(self.basis))
 
     def _measure(
         self, point: Point, buffer: Buffer, entry: Entry

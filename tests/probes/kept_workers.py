@@ -46,12 +46,12 @@ def train(variant: str) -> int:
 
 def train_wrapped(variant: str) -> int:
     """Gradients that a wrapper has reduced are kept aside and come back. Variants: "ddp"; "sharded", of whose head the
-    loss reads one row, so that all others' gradients are zeros."""
+    loss reads one row, so that all others' gradients are zeros; "unwrapped", whose gradients nobody reduces."""
     model = wrapped = Net()
     world = dist.get_world_size()
     if variant == "ddp":
         wrapped = DistributedDataParallel(model)
-    else:
+    elif variant == "sharded":
         fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
     for step in range(STEPS):
@@ -60,7 +60,7 @@ def train_wrapped(variant: str) -> int:
         dist.all_reduce(count)
         kept = {}
         for tokens, labels in data:
-            if variant == "ddp":
+            if variant != "sharded":
                 loss = token_sum(wrapped, (tokens, labels)) * world / count
             else:
                 loss = F.mse_loss(wrapped(tokens)[..., 0], torch.ones(tokens.shape)) / ACCUMULATION
@@ -77,7 +77,7 @@ def train_wrapped(variant: str) -> int:
 
 
 def run_wrapped(folder: str) -> list[tuple[int, int]]:
-    return with_and_without(train_wrapped, ("ddp", "sharded"), folder)
+    return with_and_without(train_wrapped, ("ddp", "sharded", "unwrapped"), folder)
 
 
 def run(folder: str) -> list[tuple[int, int]]:

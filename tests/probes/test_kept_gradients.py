@@ -43,6 +43,34 @@ def test_what_a_wrapper_reduced_may_be_kept_aside_and_come_back(tmp_path: Path) 
     for variant in ("ddp", "sharded"):
         report = diagnose(read_run(tmp_path / variant))
         assert (report.verdict, report.findings) == ("clean", []), (variant, report.reasons)
+    (finding,) = diagnose(read_run(tmp_path / "unwrapped")).findings
+    assert finding.code == "GS103"
+    assert finding.factor.observed == pytest.approx(2.0)
+
+
+def test_a_loss_that_goes_backward_twice_is_found_where_gradients_are_kept_aside(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attach(tmp_path):
+        for step in range(2):
+            data = [batch(0, 3 * step + k) for k in range(3)]
+            count = sum((labels >= 0).sum() for _, labels in data)
+            kept: dict[torch.nn.Parameter, torch.Tensor] = {}
+            for k, part in enumerate(data):
+                loss = token_sum(model, part) / count
+                for again in (True, False)[k > 0 :]:
+                    loss.backward(retain_graph=again)  # type: ignore[no-untyped-call]
+                for param in model.parameters():
+                    assert param.grad is not None
+                    kept[param] = kept[param] + param.grad if param in kept else param.grad.clone()
+                optimizer.zero_grad()
+            for param, own in kept.items():
+                param.grad = own
+            optimizer.step()
+            optimizer.zero_grad()
+    (finding,) = diagnose(read_run(tmp_path)).findings
+    assert (finding.code, finding.pattern.partition(",")[0]) == ("GS403", "tokens weigh x 2 1 1 by accumulation step")
 
 
 def add_to_buffer(param: torch.Tensor) -> None:

@@ -191,7 +191,8 @@ def path(data: StepData, held: Held, column: int) -> tuple[list[Entry], Event | 
     entries = [entry for entry in entries if not _is_behind_step(data, entry)]
     if carried_over or holder == start:
         return entries, leaf, True
-    if not any(isinstance(entry.event, ZeroGrad) for entry in entries):
+    emptied = any(isinstance(entry.event, ZeroGrad) for entry in entries)
+    if not emptied or entries[-1].nominal[column] != 0:  # kept aside, it came back
         entries, leaf = _by_hand(data, held, column)
     return entries, leaf, bool(entries)
 
