@@ -95,6 +95,18 @@ def test_an_optimizer_that_moves_unlike_gradients_alike_combines_something_itsel
     assert stepped_together(step((0, 4), (1, 1, 1, 1), reduces=False)) is None  # a learning rate of zero
 
 
+@pytest.mark.parametrize(("owned", "is_open"), [((3, 4), False), ((3, 3), True)])
+def test_owners_that_send_the_others_what_they_stepped_combine_nothing(owned: tuple[int, int], is_open: bool) -> None:
+    """As ZeroRedundancyOptimizer, each rank of which steps parameters of its own; not as a mean of what all stepped."""
+    data = step((0, 4), (1, 1, 2, 2), reduces=False)
+    for rank, of_rank in data.events.items():
+        of_rank.insert(2, OptimizerStep(seq=5, optimizer="SGD", params=rank, inside=4, **NOW))
+    tracks: Any = {(-1, str(param)): {rank: N(param=N(id=param)) for rank in range(2)} for param in {*owned}}
+    sets = {rank: {0: (3, 4), rank: (owned[rank],)} for rank in range(2)}
+    found = stepped_together(StepData(0, data.events, sets, tracks, True))
+    assert ("moves the parameters alike" in str(found)) == is_open
+
+
 def test_of_several_optimizers_the_last_shows_what_they_moved() -> None:
     data = step((0, 4), (1, 1, 3, 3), reduces=False)
     for rank, of_rank in data.events.items():

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from gradcheck_dist.diagnosis.causes.case import Case
 from gradcheck_dist.diagnosis.weights.cells import Held
-from gradcheck_dist.events import GATHERED, Reduce, Replica
+from gradcheck_dist.events import GATHERED, OptimizerStep, Reduce, Replica
 from gradcheck_dist.ledger import inside_steps
 from gradcheck_dist.ledger.tracks import StepData
 
@@ -94,8 +94,25 @@ def _moved_alike(data: StepData) -> bool:
     after = {one.fingerprint for of_rank in looks for one in [e for e in of_rank if e.after][-1:]}
     return (
         len(looks) > 1
+        and not _have_one_owner(data)
         and all(any(e.after for e in of_rank) and not all(e.after for e in of_rank) for of_rank in looks)
         and not any(isinstance(event, Reduce) for events in data.events.values() for event in events)
         and len(before) == len(after) == 1
         and before != after
     )
+
+
+def _have_one_owner(data: StepData) -> bool:
+    """Whether each parameter is stepped on one rank alone, by an optimizer inside of another one that sends it to the
+    others (ZeroRedundancyOptimizer): what moves it is what that one reads."""
+    stepped = {
+        rank: {
+            param
+            for event in events
+            if isinstance(event, OptimizerStep) and event.inside is not None
+            for param in data.params_of(rank, event.params)
+        }
+        for rank, events in data.events.items()
+    }
+    owners = [sum(track.param.id in stepped[rank] for rank, track in held.items()) for held in data.tracks.values()]
+    return bool(owners) and all(num == 1 for num in owners)
