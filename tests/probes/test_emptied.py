@@ -44,6 +44,9 @@ def test_passes_that_were_emptied_before_the_others_are_told(tmp_path: Path, emp
     assert (report.verdict, report.findings) == ("undetermined", [])
     told = [reason for reason in report.reasons if "emptied before the optimizer came (test_emptied.py:" in reason]
     assert [reason.split()[0] for reason in told] == (["2"] if emptied else [])
+    if emptied:  # it comes before what the losses count, which mark_loss would tell
+        assert report.reasons[0] == told[0]
+        assert "zero_grad() once a step" in report.next_step
 
 
 def test_targets_that_nobody_counts_tell_no_batch_that_was_evaluated_again(tmp_path: Path) -> None:

@@ -117,17 +117,19 @@ def _of_passes(
         if untold := [key for key in left_out if key in lost]:
             seen = any(by_key[key].label_hash is not None for key in untold)
             labels = "that are the same numbers in every batch (0 to n-1, or zeros)" if seen else "that nobody saw"
-            meant.reasons.append(
+            meant.reasons.insert(
+                0,
                 f"the gradients of {plural(len(untold), 'pass')} were emptied before the optimizer "
                 f"came{emptied_at(data)}, and labels {labels} do not tell whether the same batch was evaluated "
-                "again, as in sharpness-aware training, or these passes are lost"
+                "again, as in sharpness-aware training, or these passes are lost",
             )
         return meant
     if not wrong or kept.relative or _wrong(kept, measured) - lost - left_out:
-        meant.reasons.append(
+        meant.reasons.insert(
+            0,  # what a loss counts is the smaller question
             f"{plural(len(left_out), 'contribution')} without weight: multiplied by zero at the loss, or emptied "
             f"before the optimizer came{emptied_at(data)} and labels not seen. Whether that was meant, or tokens are "
-            "missing in the step, cannot be told"
+            "missing in the step, cannot be told",
         )
         return meant
     return kept

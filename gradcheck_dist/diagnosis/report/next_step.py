@@ -58,6 +58,10 @@ NO_DISTRIBUTION_SAYS = (
     "and gradients are to be the same. The maximum has to be all-reduced with MAX, the sum of exponentials with SUM."
 )
 RECORD_WHOLE = "Record a whole optimizer step and judge again."
+ONCE_A_STEP = (
+    "Nothing to do where these passes evaluate the step's batch once more; else call zero_grad() once a step, behind "
+    "optimizer.step() or before the first pass."
+)
 SAYS = {
     "behind the recorded steps": "Record these steps as well; where what was recorded is only a reference, these "
     "alone.",
@@ -100,8 +104,8 @@ SAYS = {
     "record steps in which they are finite.",
     DECLARE: "Declare what is meant: `gradcheck diagnose RUN --objective NAME` judges the same records, NAME being "
     "microbatch-mean, rank-token-mean, sequence-mean or global-token-mean.",
-    "or these passes are lost": "Nothing to do where these passes evaluate the step's batch once more; else call "
-    "zero_grad() once a step, behind optimizer.step() or before the first pass.",
+    "or these passes are lost": ONCE_A_STEP,
+    "or tokens are missing in the step": ONCE_A_STEP,
     DRIFTED: "Record the steps that the reason names. Nothing to do where ranks are meant to train apart there.",
     LEFT_OVER: "Nothing to do where these passes belong to no step; recorded together with a step that begins behind "
     "none of them (--steps 0:3), all is judged. Else call zero_grad() once a step, behind optimizer.step() or before "
