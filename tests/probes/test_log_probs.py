@@ -37,6 +37,17 @@ def test_log_softmax_and_gather_is_a_loss_whose_masked_tokens_do_not_count(tmp_p
     assert found.weight_min == found.weight_max == pytest.approx(1 / 8)
 
 
+@pytest.mark.parametrize("least", ["none", "added", "clamped"])
+def test_a_softmaxs_logarithm_is_a_log_softmax(tmp_path: Path, least: str) -> None:
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        probs = logits.softmax(-1)
+        probs = {"none": probs, "added": probs + 1e-9, "clamped": probs.clamp(min=1e-9)}[least]
+        return -(probs.log().gather(-1, labels[:, None]).squeeze(-1) * MASK).sum() / 8
+
+    (found,) = gradients(tmp_path, loss)
+    assert (found.num_tokens, found.weight) == (4, pytest.approx(1 / 8))
+
+
 def test_labels_that_are_taken_along_a_dimension_are_picked_as_by_gather(tmp_path: Path) -> None:
     def loss(logits: Tensor, labels: Tensor) -> Tensor:
         picked = torch.take_along_dim(logits.log_softmax(-1), labels[:, None], -1).squeeze(-1)
@@ -79,3 +90,11 @@ def test_a_log_softmax_is_known_through_views_and_not_through_arithmetic() -> No
     assert is_log_softmax(log_probs.view(2, 2, 5)[:, :1])
     assert not is_log_softmax(log_probs * 2)
     assert not is_log_softmax(torch.randn(4, 5))
+
+
+def test_other_logarithms_are_none() -> None:
+    logits = torch.randn(3, 5, requires_grad=True)
+    assert not is_log_softmax(logits.softmax(-1))
+    assert not is_log_softmax(logits.sigmoid().log())
+    assert not is_log_softmax((logits.softmax(-1) + logits.softmax(0)).log())
+    assert not is_log_softmax(logits.softmax(-1).log().log())

@@ -34,6 +34,7 @@ MAX_HOPS = 6
 ALIKE = 0.01
 """Relative difference of weights that are one, rounded to bfloat16."""
 PASS_THROUGH = ("View", "Reshape", "Unsafe", "Slice", "Select", "Squeeze", "Unsqueeze", "ToCopy", "Clone", "Alias")
+KEPT_FROM_ZERO = ("AddBackward", "ClampBackward", "ClampMinBackward")
 LINEAR = (
     *PASS_THROUGH,
     *("Sum", "Mean", "Neg", "Add", "Sub", "Mul", "Div", "MaskedFill", "Where", "Index", "Gather", "MaskedSelect"),
@@ -99,17 +100,20 @@ def gathered(recorder: Recorder, source: Tensor, picked: Tensor, labels: Tensor 
 
 
 def is_log_softmax(tensor: Tensor) -> bool:
-    """Whether a tensor is the result of log_softmax, seen through views, slices and copies."""
-    node = tensor.grad_fn
+    """Whether a tensor is the result of log_softmax, or a softmax's logarithm (with what keeps it from zero), seen
+    through views, slices and copies."""
+    node, logged = tensor.grad_fn, False
     for _ in range(MAX_HOPS):
         if node is None:
             return False
         name = node.name().rpartition("::")[2]
-        if name.startswith("LogSoftmaxBackward"):
+        if name.startswith("LogSoftmaxBackward") or (logged and name.startswith("SoftmaxBackward")):
             return True
-        if not name.startswith(PASS_THROUGH) or not node.next_functions:
+        below = [following for following, _ in node.next_functions if following is not None]
+        is_log = name.startswith("LogBackward") and not logged
+        if len(below) != 1 or not (is_log or name.startswith((*PASS_THROUGH, *(KEPT_FROM_ZERO if logged else ())))):
             return False
-        node = node.next_functions[0][0]
+        node, logged = below[0], logged or is_log
     return False
 
 
