@@ -101,3 +101,40 @@ def train_gained(run_dir: str, divisor: float) -> None:
             optimizer.step()
             optimizer.zero_grad()
     dist.destroy_process_group()
+
+
+class OwnHead(nn.Module):
+    """A head that each rank drew for itself, with a norm and a number that begin alike; ranks exchange nothing."""
+
+    def __init__(self, rank: int, begins_alike: bool) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first = nn.Linear(SIZE, SIZE)
+        torch.manual_seed(2 + rank)
+        norm = nn.LayerNorm(SIZE) if begins_alike else nn.Identity()
+        self.head = nn.Sequential(norm, nn.Linear(SIZE, WORDS))
+        self.scale = nn.Parameter(torch.tensor(1.0)) if begins_alike else 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.first(x))) * self.scale  # type: ignore[no-any-return]
+
+
+def train_own_head(run_dir: str, begins_alike: bool) -> None:
+    """A task for each rank: what all share is averaged by DDP, and each rank's head learns by its own mean."""
+    from gradcheck_dist.probes import attach
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    net = OwnHead(rank, begins_alike)
+    own = [name for name, _ in net.named_parameters() if not name.startswith("first")]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, own)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    drawn = torch.Generator().manual_seed(5 + rank)
+    with attach(run_dir, steps=range(3)):
+        model = DistributedDataParallel(net)
+        for _ in range(3):
+            x, labels = torch.randn(6, SIZE, generator=drawn), torch.randint(0, WORDS, (6,), generator=drawn)
+            nn.functional.cross_entropy(model(x), labels).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    dist.destroy_process_group()

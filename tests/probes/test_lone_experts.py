@@ -32,3 +32,16 @@ def test_what_an_expert_begins_with_alike_on_all_ranks_is_not_accused(tmp_path: 
     told = "expert.inner.bias, expert.inner.weight, each rank's own, weigh x 2 of their part of the mean over all ranks"
     assert (told in report.reasons[0]) == (divisor == 1)
     assert next_step(report).startswith("Divide" if divisor == 1 else "Nothing to do")
+
+
+@pytest.mark.parametrize("begins_alike", [False, True])
+def test_heads_of_each_ranks_own_that_nobody_reduces_accuse_nobody(tmp_path: Path, begins_alike: bool) -> None:
+    """Values tell them apart, and a task's head may follow the task's mean; a norm and a number beside them, too."""
+    warm_up()
+    launch("lone_expert_workers:train_own_head", (str(tmp_path / "run"), begins_alike), 2, timeout_s=60)
+    report = diagnose(read_run(tmp_path / "run"))
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    mine = "head.1.bias, head.1.weight are of some ranks alone, and so is what reaches them"
+    alike = "head.0.bias, head.0.weight are not reduced and began alike on all ranks, beside parameters"
+    assert (alike if begins_alike else mine) in report.reasons[0]
+    assert not next_step(report).startswith("Divide")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from math import prod
 
 from gradcheck_dist.diagnosis.causes.case import Case
 from gradcheck_dist.diagnosis.words import in_short
@@ -12,7 +13,7 @@ from gradcheck_dist.ledger.summed_losses import summed_losses
 from gradcheck_dist.ledger.tracks import ParamKey, StepData, Track
 
 ONE_SEED = "experts that were drawn from one seed"
-NO_SEED = "what experts begin with alike (a norm, a gain)"
+NO_SEED = "what experts or heads begin with alike (a norm, a gain)"
 OFF = "each rank's own, weigh"
 UNSEEN = "functions whose backward was not followed"
 NONE: tuple[int, tuple[int, ...]] = (0, ())
@@ -32,15 +33,18 @@ def experts(case: Case, data: StepData) -> str | None:
     alike = sorted({held.param[1] for held in case.held if not _is_told_apart(held.param)})
     if not alike:
         return _behind_unseen(case, data, shown)  # values told that they are no copies
-    if not _may_be_experts(case, data):
+    among_experts = _may_be_experts(case, data)
+    if not among_experts and not (case.culprit.absent and not case.everywhere and _exchange_nothing(data)):
         return None
     shown = in_short(alike)
     if _stand_beside_own(case, data):
         return (
-            f"the gradients of {shown} are not reduced and began alike on all ranks, beside parameters of their "
-            f"modules of which each rank has its own: {NO_SEED} needs no reduction, copies do. Begun "
-            f"unlike for once, they are judged{_beside(case)}"
+            f"the gradients of {shown} are not reduced and began alike on all ranks, beside parameters "
+            f"of which each rank has its own: {NO_SEED} needs no reduction, copies do. Begun "
+            f"unlike for once, they are judged{_beside(case) if among_experts else ''}"
         )
+    if not among_experts:
+        return None
     return (
         f"the gradients of {shown} are not reduced and began alike on all ranks, and ranks exchange activations before "
         f"and after their modules are called: {ONE_SEED} need no reduction, copies do. Draw "
@@ -108,11 +112,24 @@ def _may_be_experts(case: Case, data: StepData) -> bool:
     return bool(mine) and mine.isdisjoint(others)
 
 
+def _exchange_nothing(data: StepData) -> bool:
+    """Whether no activations go from rank to rank: what each rank has for itself is no part of a layer."""
+    return not any(isinstance(event, Exchange) for events in data.events.values() for event in events)
+
+
 def _stand_beside_own(case: Case, data: StepData) -> bool:
-    """Whether each lies in a module, or in one of its modules, of which others are each rank's own."""
+    """Whether each lies in a module, or in one of its modules, of which others are each rank's own; or is one number (a
+    task's weight), which begins alike whoever's it is, beside these."""
     around = {".".join(plain_name(key[1]).split(".")[:-1]) for key in data.tracks if _is_told_apart(key)}
     modules = {module for one in around for module in (one, one.rpartition(".")[0]) if module}
-    return all(any(held.param[1].startswith(f"{module}.") for module in modules) for held in case.held)
+    return bool(around) and all(
+        _is_one_number(held.param, data) or any(held.param[1].startswith(f"{module}.") for module in modules)
+        for held in case.held
+    )
+
+
+def _is_one_number(key: ParamKey, data: StepData) -> bool:
+    return all(prod(track.param.shape) == 1 for track in data.tracks[key].values())
 
 
 def _is_told_apart(key: ParamKey) -> bool:
@@ -124,7 +141,7 @@ def own_mean(case: Case, data: StepData) -> str | None:
     """Why a mean over some ranks' own tokens accuses nobody: their heads or adapters may be meant so."""
     if not _may_be_own_mean(case, data):
         return None
-    names = sorted({held.param[1] for held in case.held})
+    names = sorted({plain_name(held.param[1]) for held in case.held})
     shown = in_short(names)
     shared = summed_losses(data, perhaps=True)
     if all(rank in shared for held in case.held for rank in held.ranks):
@@ -151,10 +168,12 @@ def _may_be_own_mean(case: Case, data: StepData) -> bool:
     """Whether parameters of some ranks alone, which no activations of others reach and whose own reach no others, are
     averaged over the tokens of these ranks: heads and adapters by language or task may be meant so. Experts get others'
     tokens by exchanges, or what they make is summed with that of others; and where nothing was reduced, copies may have
-    been forgotten. Where ranks are judged apart, that mean is what is expected."""
+    been forgotten, unless values told them apart and ranks exchange nothing. Where ranks are judged apart, that mean is
+    what is expected."""
     contributions = case.context.contributions
     total = contributions.num_tokens
-    if case.culprit.absent or case.context.apart or not total:
+    told_apart = all(_is_told_apart(held.param) for held in case.held) and _exchange_nothing(data)
+    if (case.culprit.absent and not told_apart) or case.context.apart or not total:
         return False
     for held in case.held:
         of_rank = data.tracks.get(held.param, {})

@@ -129,7 +129,7 @@ SAYS = {
     ONE_SEED: "Draw experts from a seed of their own on each expert-parallel rank, and record again.",
     OFF: "Divide the gradients of each rank's own by what they are off (all ranks send tokens there); reduce those of "
     "the others where they are copies.",
-    NO_SEED: "Nothing to do where they belong to each rank's own expert; else reduce their gradients.",
+    NO_SEED: "Nothing to do where they belong to each rank's own expert or head; else reduce their gradients.",
     OF_THE_DATA: "Nothing to do where the loss is meant to be scaled so; recorded once with a division by the tokens "
     "of the step in its place, all the rest is judged.",
     UNSEEN: "Compare these parameters' gradients with those of one process on all ranks' batches; where they are too "
