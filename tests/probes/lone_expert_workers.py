@@ -80,24 +80,27 @@ class Gained(nn.Module):
 
 def train_gained(run_dir: str, divisor: float) -> None:
     """Experts that DDP leaves alone; `divisor`: of their gradients, which hold all ranks' means."""
+    dist.init_process_group("gloo")
+    net = Net(dist.get_rank())
+    net.expert = Gained()  # type: ignore[assignment]
+    _train_beside_ddp(run_dir, net, "expert", divisor)
+
+
+def _train_beside_ddp(run_dir: str, net: nn.Module, own: str, divisor: float = 1.0) -> None:
+    """Three steps of a model of which DDP leaves the parameters alone whose names begin with `own`."""
     from gradcheck_dist.probes import attach
 
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    net = Net(rank)
-    net.expert = Gained()  # type: ignore[assignment]
-    own = [name for name, _ in net.named_parameters() if name.startswith("expert")]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, own)
+    mine = [name for name, _ in net.named_parameters() if name.startswith(own)]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, mine)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    drawn = torch.Generator().manual_seed(5 + rank)
+    drawn = torch.Generator().manual_seed(5 + dist.get_rank())
     with attach(run_dir, steps=range(3)):
         model = DistributedDataParallel(net)
         for _ in range(3):
             x, labels = torch.randn(6, SIZE, generator=drawn), torch.randint(0, WORDS, (6,), generator=drawn)
             nn.functional.cross_entropy(model(x), labels).backward()
-            for param in net.expert.parameters():
-                assert param.grad is not None
-                param.grad.div_(divisor)
+            for name in mine if divisor != 1 else ():
+                net.get_parameter(name).grad.div_(divisor)  # type: ignore[union-attr]
             optimizer.step()
             optimizer.zero_grad()
     dist.destroy_process_group()
@@ -112,29 +115,15 @@ class OwnHead(nn.Module):
         self.first = nn.Linear(SIZE, SIZE)
         torch.manual_seed(2 + rank)
         norm = nn.LayerNorm(SIZE) if begins_alike else nn.Identity()
-        self.head = nn.Sequential(norm, nn.Linear(SIZE, WORDS))
-        self.scale = nn.Parameter(torch.tensor(1.0)) if begins_alike else 1.0
+        self.own_head = nn.Sequential(norm, nn.Linear(SIZE, WORDS))
+        self.own_scale = nn.Parameter(torch.tensor(1.0)) if begins_alike else 1.0
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.first(x))) * self.scale  # type: ignore[no-any-return]
+        return self.own_head(torch.tanh(self.first(x))) * self.own_scale  # type: ignore[no-any-return]
 
 
 def train_own_head(run_dir: str, begins_alike: bool) -> None:
     """A task for each rank: what all share is averaged by DDP, and each rank's head learns by its own mean."""
-    from gradcheck_dist.probes import attach
-
     dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    net = OwnHead(rank, begins_alike)
-    own = [name for name, _ in net.named_parameters() if not name.startswith("first")]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, own)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    drawn = torch.Generator().manual_seed(5 + rank)
-    with attach(run_dir, steps=range(3)):
-        model = DistributedDataParallel(net)
-        for _ in range(3):
-            x, labels = torch.randn(6, SIZE, generator=drawn), torch.randint(0, WORDS, (6,), generator=drawn)
-            nn.functional.cross_entropy(model(x), labels).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    dist.destroy_process_group()
+    net = OwnHead(dist.get_rank(), begins_alike)
+    _train_beside_ddp(run_dir, net, "own")

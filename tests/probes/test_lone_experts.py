@@ -41,7 +41,7 @@ def test_heads_of_each_ranks_own_that_nobody_reduces_accuse_nobody(tmp_path: Pat
     launch("lone_expert_workers:train_own_head", (str(tmp_path / "run"), begins_alike), 2, timeout_s=60)
     report = diagnose(read_run(tmp_path / "run"))
     assert (report.verdict, report.findings) == ("undetermined", [])
-    mine = "head.1.bias, head.1.weight are of some ranks alone, and so is what reaches them"
-    alike = "head.0.bias, head.0.weight are not reduced and began alike on all ranks, beside parameters"
+    mine = "own_head.1.bias, own_head.1.weight are of some ranks alone, and so is what reaches them"
+    alike = "own_head.0.bias, own_head.0.weight are not reduced and began alike on all ranks, beside parameters"
     assert (alike if begins_alike else mine) in report.reasons[0]
     assert not next_step(report).startswith("Divide")
