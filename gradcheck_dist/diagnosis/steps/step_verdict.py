@@ -275,24 +275,31 @@ def merged(verdicts: Sequence[StepVerdict]) -> list[Finding]:
 def _named_better(known: Finding, verdicts: Sequence[StepVerdict], by_step: Mapping[int, float]) -> Finding | None:
     """The same cause as another step tells of it, where degrees and counts of other steps contradict the name that the
     factor has in this one: a name that holds in all, else no name. None where nothing is better."""
-    key, found = cause(known), list[tuple[bool, Finding]]()
-    for verdict in verdicts:
-        powers = verdict.made_of.get(key, ())
-        holds = all(_makes(powers, other, key) for other in verdicts if other.context.step in by_step)
-        mine = (one for one in verdict.findings if cause(one) == key and (holds or not powers))
-        found += [(holds, one) for one in mine if one.pattern.startswith(UNIFORM)]
-    if any(one is known for _, one in found):
+    key = cause(known)
+    of_steps = [
+        (verdict, next(one for one in verdict.findings if cause(one) == key))
+        for verdict in verdicts
+        if verdict.context.step in by_step
+    ]
+    told: dict[Powers, Finding] = {}
+    for verdict, finding in of_steps:
+        told.setdefault(verdict.made_of.get(key, ()), finding)
+    named = next((powers for powers, finding in told.items() if finding is known), ())
+    if not named or len(told) < 2 or _holds(named, of_steps):
         return None
-    return max(found, key=lambda pair: pair[0], default=(False, None))[1]
+    return next((finding for powers, finding in told.items() if powers and _holds(powers, of_steps)), told.get(()))
 
 
-def _makes(powers: Powers, verdict: StepVerdict, key: Cause) -> bool:
-    """Whether a name comes to the factor of a step with its degrees and counts, or is made of others than these."""
-    quantities, factor = verdict.context.quantities, next(one.factor for one in verdict.findings if cause(one) == key)
-    if any(name not in quantities for name, _ in powers) or factor.observed is None:
-        return True
-    made = prod(quantities[name] ** power for name, power in powers)
-    return abs(made - abs(factor.observed)) <= max(SAME, 2 * (factor.tolerance or 0.0)) * abs(factor.observed)
+def _holds(powers: Powers, of_steps: Sequence[tuple[StepVerdict, Finding]]) -> bool:
+    """Whether a name comes to the factor of each step with its degrees and counts, or is made of others than these."""
+    for verdict, finding in of_steps:
+        quantities, factor = verdict.context.quantities, finding.factor
+        if any(name not in quantities for name, _ in powers) or factor.observed is None:
+            continue
+        made = prod(quantities[name] ** power for name, power in powers)
+        if abs(made - abs(factor.observed)) > max(SAME, 2 * (factor.tolerance or 0.0)) * abs(factor.observed):
+            return False
+    return True
 
 
 def _other_factors(finding: Finding, by_step: Mapping[int, float]) -> str:
