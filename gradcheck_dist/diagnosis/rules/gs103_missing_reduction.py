@@ -20,7 +20,8 @@ happens, nobody is accused.
 
 ## Fix
 Make the last backward of the step reduce, for forward and backward alike; compute gradients through the wrapped
-module (not through `module.module` or torch.autograd.grad); do not list a trained parameter as ignored.
+module (not through `module.module` or torch.autograd.grad); do not list a trained parameter as ignored. Where lines of
+the program reduce, let them take every parameter, and run behind the last backward.
 
 ## References
 - karpathy/build-nanogpt#30; modelscope/FunASR#3472; pytorch/pytorch#144530; transformers 4.46.2 (measured).
@@ -130,24 +131,30 @@ def judge(case: Case) -> Answer | None:
             culprit=replace(case.culprit, kind="reduce", event=alone[-1]),
         )
     lacking = _other_group(case, {cell.key[0] for cell in foreign}) if reduced else None
-    beside = case.culprit.missing if not reduced and not case.whole else None
+    beside = _beside(case) if not reduced and not case.whole else None
     text = case.pattern.text
     text = f"Weights are {text}" if text.startswith("x ") else f"{text[0].upper()}{text[1:]}"
     by = f" by {case.skipped:.6g}" if case.skipped is not None else ""
     besides = f" What reduces other gradients also multiplies them{by}; these are left as they were." * bool(case.whole)
-    others_are = f", and {beside.site.short} reduces other gradients" if beside is not None and beside.site else ""
+    others_are = f", and {beside.site.short} reduces other gradients" if beside and beside.site else ""
     return Answer(
         explanation=f"Other ranks' contributions {which}never reach this gradient: {what} followed the last "
         f"backward{why}{others_are}. {text}.{besides}{apart}{lacking or ''}",
-        fix=_mended(case, lacking),
+        fix=_mended(case, lacking, beside),
         culprit=None if beside is None else replace(case.culprit, kind="reduce", event=beside),
     )
 
 
-def _mended(case: Case, lacking: str | None) -> str:
-    """What lets the reduction follow that did not; `lacking` tells of one over too few ranks."""
+def _beside(case: Case) -> Reduce | None:
+    """The program's own line that reduces other gradients; None where there is none."""
+    event = case.culprit.missing
+    return event if isinstance(event, Reduce) and event.wrapper is None else None
+
+
+def _mended(case: Case, lacking: str | None, beside: Reduce | None) -> str:
+    """What lets the reduction follow that did not; `lacking` tells of one over too few ranks, `beside` is that of other
+    gradients."""
     reductions = [_reductions(held) for held in case.held]
-    beside = case.culprit.missing
     if all(found and is_partial(found[-1]) for found in reductions):
         return (
             "Let HSDP all-reduce over the replicas in the last backward of the step: set_requires_all_reduce(True) "
@@ -163,7 +170,7 @@ def _mended(case: Case, lacking: str | None) -> str:
     if (early := _too_early(case)) is not None:
         at = early.site.short if early.site is not None else "this reduction"
         return f"Reduce once, after the last backward of the step: {at} runs before it."
-    if beside is not None and beside.site is not None:
+    if beside and beside.site:
         return f"Reduce these parameters' gradients too, as {beside.site.short} does with the others."
     sync = getattr(case.event, "sync", None)
     if sync:

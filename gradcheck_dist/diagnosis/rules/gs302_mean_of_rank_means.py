@@ -19,6 +19,8 @@ Divide by the average number of tokens a rank, N/R, the same number on every ran
     num_tokens = all_reduce(count(labels))                 # N, over all ranks
     loss = F.cross_entropy(logits, labels, reduction="sum") * world_size / num_tokens
 
+Behind a reduction that sums, divide by N itself (c = 1/N).
+
 ## References
 - pytorch/torchtitan, loss balancing for vision-language models; verl#3994.
 """
