@@ -1,9 +1,10 @@
 """DistributedDataParallel: which backward reduces, over which group, by which operation, and what came out.
 
 The reducer runs in C++. Whether it is armed is decided in forward (`_post_forward` calls prepare_for_backward when
-`require_backward_grad_sync` holds), so this is where it is read; a pipeline's last backward arms it by hand
-(torch/distributed/pipelining/stage.py, backward_maybe_with_nosync). No communication hook is registered: the one that
-DDP allows stays the user's. The default reducer divides by the group size and sums (reducer.cpp): "avg".
+`require_backward_grad_sync` holds), so this is where it is read. Others arm it by hand: a pipeline's last backward
+(torch/distributed/pipelining/stage.py, backward_maybe_with_nosync), and Lightning, whose manual optimization runs
+backward inside of forward. No communication hook is registered: the one that DDP allows stays the user's. The default
+reducer divides by the group size and sums (reducer.cpp): "avg".
 """
 
 from __future__ import annotations
@@ -74,8 +75,18 @@ def install(recorder: Recorder, patches: Patches) -> None:
 
         return post_forward
 
+    def watch_prepare(original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def prepare_for_backward(self: Any, *args: Any, **kwargs: Any) -> None:
+            arm_by_hand(recorder, self)
+            original(self, *args, **kwargs)
+
+        return prepare_for_backward
+
     patches.replace(DistributedDataParallel, "__init__", watch_init)
     patches.replace(DistributedDataParallel, "_post_forward", watch_post_forward)
+    distributed: Any = dist  # whose stubs do not have it
+    patches.replace(distributed.Reducer, "prepare_for_backward", watch_prepare)
     autograd.ROOT_LISTENERS.append(find_wrappers)
     autograd.CLOSE_LISTENERS.append(complete)
     patches.on_restore(lambda: autograd.ROOT_LISTENERS.remove(find_wrappers))
@@ -128,6 +139,15 @@ def arm(recorder: Recorder, ddp: DistributedDataParallel) -> None:
     if id(ddp) not in recorder.registry.known_modules:
         autograd.add_root(recorder, ddp, None)
     recorder.armed.add(state_of(recorder, ddp).wrapper)
+
+
+@guarded("ddp")
+def arm_by_hand(recorder: Recorder, reducer: object) -> None:
+    """Somebody arms a reducer, in forward or behind it."""
+    states: dict[int, _State] = recorder.ddp_states
+    for state in [*states.values()]:
+        if getattr(state.ddp, "reducer", None) is reducer:
+            arm(recorder, state.ddp)
 
 
 def complete(recorder: Recorder, current: BackwardPass) -> None:
