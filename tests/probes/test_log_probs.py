@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -57,6 +58,23 @@ def test_labels_that_are_taken_along_a_dimension_are_picked_as_by_gather(tmp_pat
     assert (found.num_tokens, found.weight) == (4, pytest.approx(1 / 8))
     (told,) = [event for event in read_run(tmp_path / "run").ranks[0].events if isinstance(event, Loss)]
     assert (told.op, told.num_labels) == ("log_softmax index", 6)
+
+
+def test_a_smoothed_loss_of_negated_log_probabilities_is_told_at_the_line_that_picks_them(tmp_path: Path) -> None:
+    """As transformers' LabelSmoother computes it."""
+    lines = []
+
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        costs = -logits.log_softmax(-1)
+        lines.append(sys._getframe().f_lineno + 1)
+        picked = costs.gather(-1, labels[:, None])
+        every = costs.sum(-1, keepdim=True)
+        return 0.9 * (picked * MASK[:, None]).sum() / 8 + 0.1 * (every * MASK[:, None]).sum() / (8 * 5)
+
+    (found,) = gradients(tmp_path, loss)
+    assert (found.num_tokens, found.weight) == (4, pytest.approx(1 / 8))
+    (told,) = [event for event in read_run(tmp_path / "run").ranks[0].events if isinstance(event, Loss)]
+    assert told.site is not None and [told.site.line] == lines
 
 
 def test_a_declared_loss_is_counted_once(tmp_path: Path) -> None:

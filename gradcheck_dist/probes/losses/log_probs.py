@@ -25,7 +25,7 @@ from gradcheck_dist.probes.losses.tokens import labels_seen
 from gradcheck_dist.probes.parameters.stand_ins import is_host, is_transformed
 from gradcheck_dist.probes.recording import perhaps
 from gradcheck_dist.probes.recording.backward_pass import BackwardPass, TokenWeights
-from gradcheck_dist.probes.recording.marks import mark_recorded, mark_several
+from gradcheck_dist.probes.recording.marks import PICKED, mark_recorded, mark_several
 from gradcheck_dist.probes.recording.patching import Patches
 from gradcheck_dist.probes.recording.recorder import Recorder, guarded
 from gradcheck_dist.probes.recording.sites import caller_site
@@ -97,12 +97,29 @@ def gathered(recorder: Recorder, source: Tensor, picked: Tensor, labels: Tensor 
     if is_log_softmax(source):
         several = labels is not None and labels.dim() > 0 and labels.size(dim) > 1
         evaluated(recorder, picked, labels, "log_softmax gather", dim if several else None)
+    elif _is_negated(
+        source
+    ):  # found when backward begins, beside the rest of a smoothed loss, of which this is the line
+        node: Any = picked.grad_fn
+        node.metadata[PICKED] = caller_site()
+
+
+def _is_negated(source: Tensor) -> bool:
+    """Whether a tensor is a negated log_softmax."""
+    node = source.grad_fn
+    return (
+        node is not None and node.name().startswith("NegBackward") and _made_by_log_softmax(node.next_functions[0][0])
+    )
 
 
 def is_log_softmax(tensor: Tensor) -> bool:
     """Whether a tensor is the result of log_softmax, or a softmax's logarithm (with what keeps it from zero), seen
     through views, slices and copies."""
-    node, logged = tensor.grad_fn, False
+    return _made_by_log_softmax(tensor.grad_fn)
+
+
+def _made_by_log_softmax(node: Any) -> bool:
+    logged = False
     for _ in range(MAX_HOPS):
         if node is None:
             return False

@@ -36,7 +36,7 @@ from gradcheck_dist.probes.losses.loss_terms import emit_term, uncounted_terms, 
 from gradcheck_dist.probes.losses.same_logits import on_same_logits
 from gradcheck_dist.probes.parameters.stand_ins import is_host
 from gradcheck_dist.probes.recording.deferred import number
-from gradcheck_dist.probes.recording.marks import LABELLED, RECORDED, TOLD, has_several
+from gradcheck_dist.probes.recording.marks import LABELLED, PICKED, RECORDED, TOLD, has_several
 from gradcheck_dist.probes.recording.patching import Patches
 from gradcheck_dist.probes.recording.recorder import BackwardPass, Recorder, guarded, kept_away
 
@@ -171,7 +171,7 @@ def _watch_cross_entropy(recorder: Recorder, node: Any) -> int:
 def _watch_picks(recorder: Recorder, node: Any, op: str) -> int:
     saved = getattr(node, PICKS[name_of(node)])
     labels = saved if isinstance(saved, Tensor) else saved[-1]
-    loss_id = _told_once(recorder, node, op, "none", labels, None)
+    loss_id = _told_once(recorder, node, op, "none", labels, None, node.metadata.get(PICKED))
     _hook(recorder, node, functools.partial(log_probs.gradient_arrived, recorder, loss_id=loss_id))
     return loss_id
 

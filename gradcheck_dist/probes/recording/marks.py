@@ -14,6 +14,8 @@ TOLD = "gradcheck_told"
 """By output of the node, a loss that was found behind its evaluation: the step in which it was recorded, and its id."""
 SEVERAL = "gradcheck_classes"
 """The loss that was recorded has several classes of each token."""
+PICKED = "gradcheck_picked"
+"""The node picks from negated log-probabilities, on this line (a Site or None)."""
 LABELLED = "gradcheck_labels"
 """What a function with labels was given and gave: label_functions.Labelled."""
 
