@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from gradcheck_dist.diagnosis.losses.weighted_tokens import drop_of_constants
 from gradcheck_dist.diagnosis.weights.cells import loss_rounding
+from gradcheck_dist.diagnosis.words import in_short
 from gradcheck_dist.ledger.contributions import Contribution, ContributionKey
 
 if TYPE_CHECKING:
@@ -41,6 +42,9 @@ def leave_coefficients_open(verdicts: Sequence[StepVerdict]) -> None:
         return
     counted = [verdict for verdict in verdicts if verdict.contributions.by_key and not verdict.context.relative]
     alike = max([ALIKE, *(loss_rounding(verdict.contributions) for verdict in counted)])
+    if _are_counts_of_ranks(counted):
+        _tell_counts(counted)
+        return
     if not any(
         len(_apart([one.weight or 0.0 for one in verdict.contributions.by_key.values()], alike)) > 1
         for verdict in counted
@@ -69,6 +73,34 @@ def leave_coefficients_open(verdicts: Sequence[StepVerdict]) -> None:
                     spare=MEANS,
                 )
             return
+
+
+def _are_counts_of_ranks(counted: Sequence[StepVerdict]) -> bool:
+    """Whether all passes of a data rank's step divide by one whole number, which is larger than the tokens that enter
+    their losses, but not by much: labels before a shift, padding."""
+    divided = [verdict.own_divisors for verdict in counted]
+    found = [of_rank for numbers in divided if numbers is not None for of_rank in numbers.by_rank.values()]
+    several = all(verdict.context.num_accumulation > 1 for verdict in counted)
+    return (
+        bool(found) and several and None not in divided and all(len(one) == 1 and one[0].counts_more for one in found)
+    )
+
+
+def _tell_counts(counted: Sequence[StepVerdict]) -> None:
+    """Say by which counts the losses of each data rank are divided, where these are found to be wrong."""
+    for verdict in counted:
+        assert verdict.own_divisors is not None
+        ranks = sorted(verdict.own_divisors.by_rank.items())
+        told = in_short([f"{one.value:.6g} for {one.tokens}" for _, (one,) in ranks])
+        for finding in verdict.findings:
+            if finding.code == "GS000" and finding.first_event is not None and finding.first_event.kind == "loss":
+                finding.explanation += (
+                    f" Each data rank divides its losses by a count of its own, of more tokens than enter them: {told}."
+                )
+                finding.fix = (
+                    "Divide by the tokens that enter the losses, of all ranks (times their number where the reduction "
+                    "averages), and look what was counted besides: padding, or labels before a shift."
+                )
 
 
 def _at_loss(_: StepVerdict, one: Contribution) -> float:

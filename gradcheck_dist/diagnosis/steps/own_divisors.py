@@ -36,6 +36,8 @@ VAGUE = 0.25
 """A number that is known no better than this is near to a whole one, whatever it is."""
 SURE = 0.02
 """Chance makes no more of the ratios that a count is looked for in."""
+MORE = 1.5
+"""No count of labels before a shift, or with padding, is taken for more than so many times the tokens."""
 FEW = 0.25
 """A count is one in all but so many of the passes: a guard takes another number now and then."""
 
@@ -47,6 +49,12 @@ class Divisor:
 
     value: float
     tokens: int
+
+    @property
+    def counts_more(self) -> bool:
+        """Whether it is a whole number, larger than the tokens, but not by much."""
+        whole = round(self.value)
+        return self.tokens < whole <= MORE * self.tokens and abs(self.value / whole - 1) <= EXACT
 
 
 @dataclass(frozen=True)
