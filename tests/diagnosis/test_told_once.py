@@ -78,6 +78,21 @@ def divided(step: int, tokens: Sequence[int], divisor: float) -> Run:
     for k in range(2):
         _backward(world, k, 0)
     all_reduce(world, ((0, 1),), LINE - 1)
+    return _divide(world, divisor)
+
+
+def halved(step: int, tokens: Sequence[int]) -> Run:
+    """The sum of passes' means, of all ranks' tokens and averaged over ranks, which a recorded line halves."""
+    passes = len(tokens) // 2
+    world = world_of(
+        step, Trainer(root=lambda _, counts: 2 * passes / sum(counts.values()), accumulation=passes), tokens
+    )
+    for k in range(passes):
+        _backward(world, k, 0)
+    return _divide(world, 2.0)
+
+
+def _divide(world: World, divisor: float) -> Run:
     for rank in world.ranks:
         _scale(world, rank, 1 / divisor, list(rank.ids))
         rank.emit(GradWrite, line=LINE, params=rank.everything, factor=1 / divisor)
@@ -158,3 +173,27 @@ def test_a_clip_in_front_of_a_division_by_a_power_of_two_tokens_is_early_as_in_o
 def told(verdicts: list[StepVerdict]) -> list[Finding]:
     tell_one_law(verdicts)
     return merged(verdicts)
+
+
+def test_a_line_that_halves_in_every_step_is_a_constant_where_losses_are_too_large_in_whole_windows_only() -> None:
+    """Nobody divides by passes, so that whole windows come out as three halves of the mean, and a short one as half."""
+    tokens = [(9, 5, 6, 11, 8, 3), (7, 12, 9, 4, 5, 10), (14, 3)]
+    runs = [halved(step, one) for step, one in enumerate(tokens)]
+    finding = the_one([verdict_on(step, run) for step, run in enumerate(runs)], runs[0])
+    assert (finding.code, finding.steps) == ("GS000", [0, 1, 2])
+    assert finding.first_event is not None and finding.first_event.line == LINE
+
+
+def test_what_a_clip_did_that_came_too_early_is_no_constant_of_the_lines_behind_it() -> None:
+    """Between it and the reduction its coefficient is measured, another one in each step, under one name."""
+    tokens = [(9, 5, 6, 11, 8, 3), (7, 12, 9, 4, 5, 10)]
+    runs = [halved(step, one) for step, one in enumerate(tokens)]
+    verdicts = [verdict_on(step, run) for step, run in enumerate(runs)]
+    for verdict, coefficient in zip(verdicts, (0.41, 0.53), strict=True):
+        (change,) = verdict.changes
+        early = msgspec.structs.replace(change.finding, code="GS605", name="early-clip")
+        factors = {key: (coefficient, tolerance) for key, (_, tolerance) in change.factors.items()}
+        verdict.changes = [replace(change, name="clip_coefficient", factor=coefficient, factors=factors)]
+        verdict.findings.append(early)
+    finding = the_one(verdicts, runs[0])
+    assert finding.code == "GS605"

@@ -9,7 +9,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from gradcheck_dist.diagnosis.causes.culprit import Culprit, kind_of
-from gradcheck_dist.diagnosis.causes.vocabulary import is_one_count, is_scale
+from gradcheck_dist.diagnosis.causes.vocabulary import CLIP_COEFFICIENT, is_one_count, is_scale
 from gradcheck_dist.diagnosis.finding import Candidate, Factor, FirstEvent
 from gradcheck_dist.diagnosis.weights.cells import Cell, Held
 from gradcheck_dist.diagnosis.weights.context import RANKS_PER_BATCH, StepContext
@@ -164,7 +164,7 @@ def name_case(case: Case) -> None:
         quantities[name] = event.divisor
         near.add(name)
     elif isinstance(event, Clip):
-        quantities["clip_coefficient"] = event.coefficient
+        quantities[CLIP_COEFFICIENT] = event.coefficient
     if case.pattern.kind == "partial":
         quantities["groups"] = float(case.pattern.num_parts)
         near.add("groups")

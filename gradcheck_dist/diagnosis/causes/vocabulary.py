@@ -52,7 +52,9 @@ RANKS = frozenset(
     {"data_ranks", "dp_replicate", "dp_shard", "cp", "tp", "ep", "world_size"}
     | {RANKS_PER_BATCH, RANKS_PER_EXCHANGE, EXCHANGE_GROUPS}
 )
-SCHEDULE = frozenset({"microbatches", "accumulation_steps"})
+PASSES = "accumulation_steps"
+CLIP_COEFFICIENT = "clip_coefficient"
+SCHEDULE = frozenset({"microbatches", PASSES})
 TOKENS = "num_tokens"
 
 

@@ -23,11 +23,13 @@ from math import log
 from zlib import crc32
 
 from gradcheck_dist.diagnosis.causes.case import Case
+from gradcheck_dist.diagnosis.causes.vocabulary import CLIP_COEFFICIENT
 from gradcheck_dist.diagnosis.finding import Finding
 from gradcheck_dist.diagnosis.norms.effect import Effect
 from gradcheck_dist.diagnosis.rules import gs000_unexplained_scale as unexplained
 from gradcheck_dist.diagnosis.rules import gs202_scaled_in_flight as in_flight
 from gradcheck_dist.diagnosis.rules import gs501_clip_by_hand as scaled_alike
+from gradcheck_dist.diagnosis.rules import gs605_early_clip as early_clip
 from gradcheck_dist.diagnosis.steps.changed_in import NO_COMBINATION, place_in_words, short_line
 from gradcheck_dist.diagnosis.steps.pass_counts import PER_PASS, of_pass
 from gradcheck_dist.diagnosis.steps.scaled_apart import copies_part, factor_of, replicas_part
@@ -112,6 +114,7 @@ def weigh(verdicts: Sequence[StepVerdict]) -> None:
     """Decide over all steps which changes are constants: these are findings, the others reasons for an open verdict."""
     groups: dict[tuple[object, ...], list[tuple[StepVerdict, Change]]] = defaultdict(list)
     for verdict in verdicts:
+        _leave_to_clips(verdict)
         known = {id(finding) for finding in verdict.findings}
         for change in verdict.changes:
             if not change.firm or id(change.finding) in known:  # else: taken for a clip meanwhile
@@ -133,6 +136,16 @@ def weigh(verdicts: Sequence[StepVerdict]) -> None:
     for members in meant:
         members[0][0].reasons.append(_reason(members))
         leave_undone_open(members)
+
+
+def _leave_to_clips(verdict: StepVerdict) -> None:
+    """Forget changes that are a recorded clip's own doing, where clips are told to have come too early."""
+    if all(finding.code != early_clip.CODE for finding in verdict.findings):
+        return
+    told = [change for change in verdict.changes if change.name == CLIP_COEFFICIENT]
+    for change in told:
+        verdict.changes.remove(change)
+        verdict.take_away(change.finding)
 
 
 def _by_hand(case: Case) -> bool:
@@ -224,7 +237,9 @@ def _is_constant(members: list[tuple[StepVerdict, Change]], verdicts: Sequence[S
 
 def _is_one_number(members: list[tuple[StepVerdict, Change]]) -> bool:
     """Whether the lines multiply by the same number in several steps, whatever the weights before them were off by."""
-    known = [(change.factor, change.finding.factor.tolerance or 0.0) for _, change in members if change.makes_up]
+    if not any(change.makes_up for _, change in members):
+        return False
+    known = [(change.factor, change.finding.factor.tolerance or 0.0) for _, change in members]
     numbers = [(factor, tolerance) for factor, tolerance in known if factor and tolerance <= VAGUE]
     steps = {verdict.context.step for verdict, _ in members}
     return len(steps) > 1 and len(numbers) == len(members) and len(distinct(numbers)) == 1

@@ -207,8 +207,8 @@ def tell_other_counts(verdicts: Sequence[StepVerdict]) -> None:
     def of_other(step: int, other: int) -> bool:
         wrong = [one for one, factors in off.items() if factors]
         behind = [(one, one + other - step) for one in wrong if one + other - step in counts]
-        same = [one for one in wrong if one != other]
-        return all(divides(one, counts[two]) for one, two in behind) or all(divides(one, counts[other]) for one in same)
+        late = all(divides(one, counts[two]) for one, two in behind)
+        return late or (other not in wrong and all(divides(one, counts[other]) for one in wrong))
 
     def is_late(step: int, other: int) -> bool:
         """Whether the count comes from so many steps before in several steps: a number of a line has many causes."""

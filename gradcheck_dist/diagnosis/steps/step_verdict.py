@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import NamedTuple
 
+from gradcheck_dist.diagnosis.causes.vocabulary import PASSES
 from gradcheck_dist.diagnosis.finding import Finding, FirstEvent, Unverified, Weight
 from gradcheck_dist.diagnosis.losses.terms_apart import TermWeights
 from gradcheck_dist.diagnosis.norms.assumed import Assumed, Place
@@ -274,7 +275,8 @@ def merged(verdicts: Sequence[StepVerdict]) -> list[Finding]:
 
 def _named_better(known: Finding, verdicts: Sequence[StepVerdict], by_step: Mapping[int, float]) -> Finding | None:
     """The same cause as another step tells of it, where degrees and counts of other steps contradict the name that the
-    factor has in this one: a name that holds in all, else no name. None where nothing is better."""
+    factor has in this one, or it has none in a short window: a name that holds in all, else no name. None where nothing
+    is better."""
     key = cause(known)
     of_steps = [
         (verdict, next(one for one in verdict.findings if cause(one) == key))
@@ -285,19 +287,25 @@ def _named_better(known: Finding, verdicts: Sequence[StepVerdict], by_step: Mapp
     for verdict, finding in of_steps:
         told.setdefault(verdict.made_of.get(key, ()), finding)
     named = next((powers for powers, finding in told.items() if finding is known), ())
-    if not named or len(told) < 2 or _holds(named, of_steps):
+    whole = max((verdict.context.num_accumulation for verdict, _ in of_steps), default=0)
+    short = any(finding is known and verdict.context.num_accumulation < whole for verdict, finding in of_steps)
+    if len(told) < 2 or (_holds(named, of_steps) if named else not short):
         return None
     return next((finding for powers, finding in told.items() if powers and _holds(powers, of_steps)), told.get(()))
 
 
 def _holds(powers: Powers, of_steps: Sequence[tuple[StepVerdict, Finding]]) -> bool:
-    """Whether a name comes to the factor of each step with its degrees and counts, or is made of others than these."""
+    """Whether a name comes to the factor of each step with its degrees and counts, or is made of others than these. A
+    program may divide short windows by the passes of a whole one, too."""
+    whole = max(verdict.context.num_accumulation for verdict, _ in of_steps)
     for verdict, finding in of_steps:
         quantities, factor = verdict.context.quantities, finding.factor
         if any(name not in quantities for name, _ in powers) or factor.observed is None:
             continue
-        made = prod(quantities[name] ** power for name, power in powers)
-        if abs(made - abs(factor.observed)) > max(SAME, 2 * (factor.tolerance or 0.0)) * abs(factor.observed):
+        off = max(SAME, 2 * (factor.tolerance or 0.0)) * abs(factor.observed)
+        known = [quantities, {**quantities, PASSES: whole}] if PASSES in quantities else [quantities]
+        made = [prod(numbers[name] ** power for name, power in powers) for numbers in known]
+        if all(abs(one - abs(factor.observed)) > off for one in made):
             return False
     return True
 

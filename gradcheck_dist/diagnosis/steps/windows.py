@@ -2,7 +2,7 @@
 
 Where the batches of an epoch do not fill its last window, either that window is short, or it is left unfinished and its
 gradients stay for the next epoch's first one. Its numbers alone may be made of others as well (two degrees, an average
-too many); that all steps with the usual number of passes came out right tells.
+too many); that all steps with the usual number of passes came out right tells, or right but for means of means.
 """
 
 from __future__ import annotations
@@ -10,14 +10,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fractions import Fraction
 from itertools import pairwise
+from math import prod
 
 import msgspec
 
 from gradcheck_dist.diagnosis.finding import Factor, Finding
+from gradcheck_dist.diagnosis.rules import gs101_double_averaging as double_averaging
+from gradcheck_dist.diagnosis.rules import gs301_mean_of_means as of_means
+from gradcheck_dist.diagnosis.rules import gs303_wrong_normalizer as wrong_normalizer
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict, cause
 from gradcheck_dist.wording import plural
 
-LOSS_RULE = "GS303"
+LOSS_RULE = wrong_normalizer.CODE
 EXACT = 1e-3
 """Relative; K / K' of a few passes lie further apart."""
 BEFORE = "as many as the step before had, in this step as in the others that are wrong: a count that is a step old"
@@ -34,13 +38,61 @@ def tell_windows(verdicts: Sequence[StepVerdict]) -> None:
     right = [verdict for verdict in verdicts if verdict.weights and not verdict.findings and not verdict.reasons]
     usual = {verdict.context.num_accumulation for verdict in right}
     if len(usual) != 1:
+        if not usual:
+            _tell_beside_means(verdicts)
         return
     (passes,) = usual
-    for verdict in verdicts:
+    wrong = [
+        verdict
+        for verdict in verdicts
+        if verdict.errors and verdict.context.num_accumulation not in (passes, 0)
+        if all_off_by(verdict, verdict.context.num_accumulation / passes)
+    ]
+    if passes == 1 and len(wrong) >= len(right):
+        return  # what nobody divides is right in steps of one pass: these are the short ones
+    for verdict in wrong:
+        why, fix = why_and_fix(verdict.context.step, short=verdict.context.num_accumulation < passes)
+        _tell(verdict, passes, f"which is right in the steps with {passes} passes: {why}", fix)
+
+
+def _tell_beside_means(verdicts: Sequence[StepVerdict]) -> None:
+    """The same where the steps with the usual number of passes add up means of each pass's own tokens, and are wrong in
+    nothing else. What these are found to be stays with them."""
+    times = [(verdict, number) for verdict in verdicts if (number := _times_means(verdict)) is not None]
+    full = [
+        verdict
+        for verdict, number in times
+        if [one.code for one in verdict.errors] == [of_means.CODE] and abs(number - 1) <= EXACT
+    ]
+    usual = {verdict.context.num_accumulation for verdict in full}
+    if len(usual) != 1 or usual == {1}:
+        return
+    (passes,) = usual
+    for verdict, number in times:
         num = verdict.context.num_accumulation
-        if verdict.errors and num != passes and all_off_by(verdict, num / passes):
-            why, fix = why_and_fix(verdict.context.step, short=num < passes)
-            _tell(verdict, passes, f"which is right in the steps with {passes} passes: {why}", fix)
+        if num == passes or abs(number * passes / num - 1) > EXACT:
+            continue
+        why, fix = why_and_fix(verdict.context.step, short=num < passes)
+        at_loss = next(one for one in verdict.errors if one.first_event is not None and one.first_event.kind == "loss")
+        found = msgspec.structs.replace(at_loss, code=LOSS_RULE, name=wrong_normalizer.NAME, severity="error")
+        why = f"as is right for the means of the steps with {passes} passes: {why}"
+        for one in verdict.errors:
+            verdict.take_away(one)
+        verdict.findings.insert(0, _one(found, verdict, passes, why, fix, ""))
+
+
+def _times_means(verdict: StepVerdict) -> float | None:
+    """By what the losses of a step, or a recorded reduction, multiply means of its passes' own tokens, where that is
+    all that is wrong in it. A single pass has one such mean."""
+    errors = verdict.errors
+    shapes = [shape for one in errors if (shape := verdict.shape_of(one)) is not None]
+    at_loss = [one for one in errors if one.first_event is not None and one.first_event.kind == "loss"]
+    kinds = {of_means.CODE: "objective", LOSS_RULE: "uniform", double_averaging.CODE: "uniform"}
+    if not at_loss or len(shapes) != len(errors):
+        return None
+    if any(kinds.get(one.code) != shape.kind for one, shape in zip(errors, shapes, strict=True)):
+        return None
+    return prod(shape.factor for shape in shapes)
 
 
 def _of_the_step_before(verdicts: Sequence[StepVerdict]) -> list[tuple[StepVerdict, int]]:
