@@ -15,6 +15,7 @@ from gradcheck_dist.wording import plural
 MAX_TABLES = 3
 MAX_ROWS = 12
 MAX_COLUMNS = 6
+READ_AS_ONE = 0.1
 NOISE = 3.0
 """Standard errors up to which a weight is as good as none."""
 
@@ -68,8 +69,8 @@ def shown_step(report: Report) -> int | None:
 
 
 def tolerance(report: Report) -> float:
-    """How far two ratios may lie apart and still read as the same."""
-    return max(3 * (report.tolerance or 0.0), 1e-4)
+    """How far two ratios may lie apart and still read as the same: one badly known weight does not blur all others."""
+    return min(max(3 * (report.tolerance or 0.0), 1e-4), READ_AS_ONE)
 
 
 def weight_tables(report: Report) -> tuple[list[WeightTable], int]:

@@ -18,7 +18,7 @@ from gradcheck_dist.diagnosis.causes.explanations import Search
 from gradcheck_dist.diagnosis.causes.places import line_of
 from gradcheck_dist.diagnosis.causes.routes import SAME
 from gradcheck_dist.diagnosis.causes.vocabulary import GAP, Explanation, Rival, Row
-from gradcheck_dist.diagnosis.weights.cells import Cell, Held
+from gradcheck_dist.diagnosis.weights.cells import Cell, Held, weighs_nothing
 from gradcheck_dist.events import Event
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
 
@@ -81,7 +81,7 @@ class Judged:
         """The contribution weighs nothing, and not only because everything here weighs little."""
         if self.like is not None:
             return self.like.gone
-        return abs(self.cell.ratio) <= max(SAME * self.largest, min(self.cell.margin, FAINT))
+        return weighs_nothing(self.cell.ratio, min(self.cell.margin, FAINT), self.largest)
 
     @property
     def documented(self) -> float:

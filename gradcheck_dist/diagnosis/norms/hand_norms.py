@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, combinations
 from math import hypot
 from statistics import median, median_low
@@ -19,7 +19,7 @@ from gradcheck_dist.diagnosis.causes.case import Case
 from gradcheck_dist.diagnosis.causes.constants import is_constant
 from gradcheck_dist.diagnosis.norms.clips import COMBINED, COPIES, SHARDS, SOME, is_round
 from gradcheck_dist.diagnosis.norms.step_norms import Part, StepNorms, local_norm, norm_of, own_error
-from gradcheck_dist.diagnosis.weights.cells import GONE, Held
+from gradcheck_dist.diagnosis.weights.cells import GONE, Cell, Held
 from gradcheck_dist.events import Clip, Event, Exchange, GradientNorm, OptimizerStep
 from gradcheck_dist.ledger.moved import plain_name
 from gradcheck_dist.ledger.tracks import ParamKey, StepData
@@ -98,7 +98,8 @@ def wrong_norm(cases: Sequence[Case], judged: Sequence[Held], data: StepData, no
         return None
     # Where something else is wrong with most parameters, the others tell what the clip multiplied by.
     elsewhere = {(held.rank, held.param) for case in cases if case not in unseen for held in case.held}
-    scaled = [held for held in judged if held.cells and (held.rank, held.param) not in elsewhere] or judged
+    scaled = [held for held in judged if held.cells and (held.rank, held.param) not in elsewhere]
+    scaled = scaled or _shares(_behind_norm(unseen)) or _shares(unseen) or judged
     # Ranks that read other batches may hold shards of one model all the same.
     for one_model in (ranks, every) if ranks < every else (ranks,):
         if len(one_model) < 2 or any(isinstance(event, Clip) for rank in one_model for event in data.events[rank]):
@@ -112,6 +113,25 @@ def wrong_norm(cases: Sequence[Case], judged: Sequence[Held], data: StepData, no
                 if found is not None:
                     return found
     return None
+
+
+def _behind_norm(unseen: Sequence[Case]) -> list[Case]:
+    """Those that begin where the norm was taken."""
+    return [case for case in unseen if isinstance(case.culprit.event, GradientNorm)]
+
+
+def _shares(unseen: Sequence[Case]) -> list[Held]:
+    """What lines that nobody recorded did to gradients, apart from all else that is wrong with these; [] where several
+    such lines wrote to one gradient."""
+    found: dict[tuple[int, ParamKey], Held] = {}
+    for case in unseen:
+        cells: dict[int, list[Cell]] = defaultdict(list)
+        for held, cell in case.cells:
+            cells[id(held)].append(cell)
+        for held in case.held:
+            if found.setdefault((held.rank, held.param), replace(held, cells=cells[id(held)])).cells is not cells[id(held)]:
+                return []
+    return list(found.values())
 
 
 def _taken(
@@ -147,8 +167,7 @@ def _taken(
         round_one = is_round(norm, tolerance, digits=1 if meaning in COMBINED else 2)
         sure = apart and (round_one or meaning == OWN) if copies else far and (apart or round_one)
         if alike and sure and max(norms_left.values()) <= norm * (1 + FAR):
-            narrow = [case.culprit for case in unseen if isinstance(case.culprit.event, GradientNorm)]
-            culprit = next(iter(narrow or [case.culprit for case in unseen]), None)
+            culprit = next((case.culprit for case in _behind_norm(unseen) or unseen), None)
             event = culprit.write or culprit.event if culprit is not None else None
             rank = culprit.rank if culprit is not None else min(factors)
             of_summands = any(part.partial for part in every)

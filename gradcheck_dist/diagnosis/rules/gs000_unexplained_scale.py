@@ -47,6 +47,10 @@ GIVE_A_COPY = (
     "torch.zeros_like(p), and zero_grad(set_to_none=False) from then on. torch.cuda.make_graphed_callables hands on "
     "the same buffers in each pass (pytorch#181723)."
 )
+ONCE_A_STEP = (
+    "Let it act once in a step, behind the last pass, or multiply each pass's loss by this number in front of its "
+    "backward pass."
+)
 DROP_IT = "Drop it, or let the loss carry its inverse; if it is meant, declare the objective that it serves."
 
 
@@ -98,6 +102,12 @@ def onto_itself(culprit: Culprit) -> bool:
     return isinstance(event, Backward) and event.onto_itself is not None
 
 
+def acts_in_each_pass(culprit: Culprit, pattern: Pattern) -> bool:
+    """Whether a line multiplies in each pass what all passes before it have left in `.grad`."""
+    factor = culprit.write.factor if culprit.write is not None else None
+    return bool(factor and pattern.base) and abs(pattern.base / factor - 1) <= max(1e-3, pattern.tolerance)
+
+
 def _number(case: Case, right: float) -> str:
     """What the program's own line should multiply by, and what it may have counted."""
     quantities, tolerance = case.context.quantities, max(EXACT, 2 * case.pattern.tolerance)
@@ -144,6 +154,9 @@ def judge(case: Case) -> Answer:
                     "Let it divide by the tokens of all ranks (dist.all_reduce their number first), not by each rank's "
                     "own, or declare --objective rank-token-mean."
                 )
+            elif acts_in_each_pass(culprit, case.pattern):
+                where += " In each pass it acts again on what earlier passes left."
+                fix = ONCE_A_STEP
             elif right and abs(right - 1) > max(1e-3, case.pattern.tolerance):
                 fix = _number(case, right)
         if culprit.spared is not None:

@@ -37,7 +37,6 @@ from dataclasses import replace
 from gradcheck_dist.diagnosis.answer import Answer
 from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
 from gradcheck_dist.diagnosis.causes.case import Case
-from gradcheck_dist.diagnosis.weights.cells import GONE
 from gradcheck_dist.diagnosis.weights.context import StepContext
 from gradcheck_dist.diagnosis.words import in_short
 from gradcheck_dist.events import ZeroGrad
@@ -105,8 +104,8 @@ def _only_the_last(case: Case) -> bool:
     """Whether all passes up to some accumulation step weigh nothing, and all later ones what they should but for what
     is told apart."""
     gone = {cell.key[1] for _, cell in case.cells if not cell.right}
-    if case.terms or not gone or any(abs(cell.ratio) > GONE for _, cell in case.cells if not cell.right):
+    if case.terms or not gone or any(not cell.gone for _, cell in case.cells if not cell.right):
         return False
     last = max(gone)
-    every = [(abs(cell.ratio) > GONE, cell.key[1]) for held in case.held for cell in held.cells]
+    every = [(not cell.gone, cell.key[1]) for held in case.held for cell in held.cells]
     return last + 1 < case.context.num_accumulation and all(is_there == (step > last) for is_there, step in every)

@@ -31,12 +31,19 @@ MAX_SPREAD = 1e-3
 """Relative spread of the tokens' weights in one contribution above which they have no common weight."""
 GONE = 1e-3
 """A weight, relative to the right one, that is as good as none."""
+FAR = 20.0
+"""So many margins from zero a weight is there, however small it is: divided by tokens in every pass, say."""
 TOO_SMALL = "its sampled gradient is zero or too small to be told from rounding"
 SUMMANDS_ALIKE = "its ranks' summands are alike, as of shards that began so: what came of each is not told apart"
 EQUAL = "all ranks' gradients of it are equal, so that their mean, which other gradients show, is each of them"
 COUNTED_AGAIN = "is a summand (a DTensor's Partial) and holds other ranks' contributions, which the sum counts again"
 TOO_FEW = "too few of its elements are sampled on this rank"
 COUNTS_NOTHING = "the losses of its passes count nothing, so nothing says what it should weigh"
+
+
+def weighs_nothing(ratio: float, margin: float, largest: float = 1.0) -> bool:
+    """Whether a weight known to `margin` is none, beside others of up to `largest`. All are relative to right ones."""
+    return abs(ratio) <= max(margin, min(GONE * largest, FAR * margin))
 
 
 @dataclass
@@ -74,6 +81,10 @@ class Cell:
     @property
     def right(self) -> bool:
         return abs(self.ratio - 1.0) <= max(self.margin, self.material)
+
+    @property
+    def gone(self) -> bool:
+        return weighs_nothing(self.ratio, self.margin)
 
 
 @dataclass

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gradcheck_dist.diagnosis.weights import shapes
+from gradcheck_dist.diagnosis.weights.cells import weighs_nothing
 from gradcheck_dist.diagnosis.weights.context import StepContext
 from gradcheck_dist.diagnosis.weights.factors import SPAN, SURE, name_number
 from gradcheck_dist.diagnosis.weights.partial_counts import partitions
@@ -46,7 +47,7 @@ class Sample:
     @property
     def gone(self) -> bool:
         """The contribution weighs nothing."""
-        return abs(self.ratio) <= max(1e-3 * self.largest, self.margin)
+        return weighs_nothing(self.ratio, self.margin, self.largest)
 
 
 @dataclass(frozen=True)
