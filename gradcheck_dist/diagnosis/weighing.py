@@ -263,10 +263,11 @@ def weigh(
     target = means.aim
     context.judged_on(target.contributions)
     context.models = independent(data, target.contributions)
+    context.counted_once(target.again)
     context.counts_forwards(means.forwards)
     verdict.contributions = target.contributions
     context.relative, context.of_means, context.as_written = target.relative, target.of_means, target.as_written
-    context.of_samples, context.again = target.of_samples, target.again
+    context.of_samples = target.of_samples
     verdict.times, verdict.unlike = target.times, target.unlike
     if target.of_samples and target.contributions.num_tokens:
         context.quantities["num_tokens"] = float(target.contributions.num_tokens)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import combinations
 from math import inf, prod
 
@@ -159,15 +159,23 @@ def _counterpart(data: StepData, event: Event | None, rank: int) -> Event | None
     return alike[-1] if alike else None
 
 
+@dataclass(frozen=True)
+class Beside:
+    """A number of the program by which an unrecorded change multiplied gradients besides one that is computed (a clip's
+    coefficient). `behind` is as much of it as stands behind the computed one."""
+
+    number: float = 1.0
+    behind: float = 1.0
+
+
 def beside_computed(
     data: StepData, culprit: Culprit, held: Sequence[Held], quantities: Mapping[str, float] | None = None
-) -> float:
-    """A number of the program by which an unrecorded change multiplied all of these gradients besides one number that
-    is computed (a clip's coefficient); 1 where there is none, or what its lines do is not known. Of the two one may be
-    none of a line that was seen: `p.grad = p.grad / 3`. Numbers are known by their digits, or made of `quantities`."""
+) -> Beside:
+    """1 where there is no such number, or what its lines do is not known. Of the two one may be none of a line that was
+    seen: `p.grad = p.grad / 3`. Numbers are known by their digits, or made of `quantities`."""
     quantities = quantities or {}
     if culprit.event is None or culprit.before is None or not culprit.factor:
-        return 1.0
+        return Beside()
     rank = rank_of(data, culprit.before)
     params = params_on(data, held, rank)
     lines: dict[tuple[str, int], dict[int, float]] = {}
@@ -175,21 +183,29 @@ def beside_computed(
         mine = params & set(data.params_of(rank, event.params)) if event.params is not None else set()
         line = line_of(event)
         if mine and (line is None or not event.factor):
-            return 1.0
+            return Beside()
         of_line = lines.setdefault(line, {}) if mine and line is not None else {}
         for param in mine:
             of_line[param] = of_line.get(param, 1.0) * (event.factor or 1.0)
-    if not lines or any(one.keys() != params or len(set(one.values())) != 1 for one in lines.values()):
-        return 1.0
-    numbers = [next(iter(of_line.values())) for of_line in lines.values()]
+    even = [one.keys() == params and len(set(one.values())) == 1 for one in lines.values()]
+    numbers = [next(iter(one.values())) for one, alike in zip(lines.values(), even, strict=True) if alike]
+    uneven = [number for one, alike in zip(lines.values(), even, strict=True) if not alike for number in one.values()]
+    if not numbers or not all(map(is_exactly_written, uneven)):
+        return Beside()
     written = [one for one in numbers if is_exactly_written(one) or (quantities and _is_named(one, quantities))]
     computed = [one for one in numbers if one not in written]
     rest = culprit.factor / prod(numbers)
-    if abs(rest - 1) <= EXACT:
-        return prod(written) if len(computed) == 1 else 1.0
-    if computed:
-        return rest * prod(written) if len(computed) == 1 and is_written(rest, MEASURED, quantities) else 1.0
-    return prod(written) if not is_written(rest, MEASURED, quantities) else 1.0
+    if not computed and not uneven and abs(rest - 1) > EXACT and not is_written(rest, MEASURED, quantities):
+        return Beside(prod(written), prod(written))
+    if len(computed) != 1:
+        return Beside()
+    # Where lines do not act alike, reductions in between made up for it: all of it but the computed number is one.
+    number = culprit.factor / computed[0] if uneven else rest * prod(written)
+    if abs(rest - 1) <= EXACT and not uneven:
+        number = prod(written)
+    elif not is_written(number if uneven else rest, MEASURED, quantities):
+        return Beside()
+    return Beside(number, prod(numbers[numbers.index(computed[0]) + 1 :]))
 
 
 def _is_named(number: float, quantities: Mapping[str, float]) -> bool:

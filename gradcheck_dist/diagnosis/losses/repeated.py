@@ -32,7 +32,7 @@ GONE = 1e-2
 class Repeats:
     """Of each pass, how many tokens enter the step with it (None: not known), and in how many passes those go that do.
     `entered` tells of a pass with none where the first of its losses did; `again` are the passes that differentiate a
-    loss again, for `params`."""
+    loss again, for `params`: for none where all that they brought was emptied."""
 
     new: dict[ContributionKey, int | None]
     times: dict[ContributionKey, int]
@@ -58,11 +58,13 @@ def repeats(data: StepData, contributions: Contributions, measured: Sequence[Hel
     times: dict[ContributionKey, int] = defaultdict(int)
     entered: dict[ContributionKey, ContributionKey] = {}
     params: set[ParamKey] = set()
+    _, gone = weighing_or_gone(measured)
     several = {key for passes, _ in losses if len(passes) > 1 for key in passes}
     beside = _Beside(frozenset(contributions.by_key) - several, data)
     for passes, in_parts in losses:
         same = _of_one_part(measured, list(passes)) if in_parts else None
         again: dict[ContributionKey, ContributionKey] = {}
+        lost: dict[ContributionKey, ContributionKey] = {}
         firsts: dict[ContributionKey, int] = {}
         for index, (key, count) in enumerate(passes.items()):
             first = next((one for one, at in firsts.items() if same is None or same[at, index]), None)
@@ -71,13 +73,16 @@ def repeats(data: StepData, contributions: Contributions, measured: Sequence[Hel
                 again[key] = first
                 params |= shared
                 continue
+            if first is not None and {first, key} <= gone:
+                lost[key] = first
+                continue
             firsts[key] = index
             so_far = new[key]
             new[key] = None if count is None or so_far is None else so_far + count
         for first in firsts if in_parts else list(firsts)[:1]:
             times[first] = max(times[first], 1 + list(again.values()).count(first))
-        entered = again | entered
-    if not params:
+        entered = again | lost | entered
+    if not entered:
         return None
     return Repeats(
         {key: new[key] for key in contributions.by_key},

@@ -98,7 +98,7 @@ def wrong_norm(cases: Sequence[Case], judged: Sequence[Held], data: StepData, no
         return None
     # Where something else is wrong with most parameters, the others tell what the clip multiplied by.
     elsewhere = {(held.rank, held.param) for case in cases if case not in unseen for held in case.held}
-    scaled = [held for held in judged if held.cells and (held.rank, held.param) not in elsewhere]
+    scaled: Sequence[Held] = [held for held in judged if held.cells and (held.rank, held.param) not in elsewhere]
     scaled = scaled or _shares(_behind_norm(unseen)) or _shares(unseen) or judged
     # Ranks that read other batches may hold shards of one model all the same.
     for one_model in (ranks, every) if ranks < every else (ranks,):
@@ -128,9 +128,10 @@ def _shares(unseen: Sequence[Case]) -> list[Held]:
         cells: dict[int, list[Cell]] = defaultdict(list)
         for held, cell in case.cells:
             cells[id(held)].append(cell)
-        for held in case.held:
-            if found.setdefault((held.rank, held.param), replace(held, cells=cells[id(held)])).cells is not cells[id(held)]:
-                return []
+        mine = {(held.rank, held.param): replace(held, cells=cells[id(held)]) for held in case.held}
+        if found.keys() & mine.keys():
+            return []
+        found |= mine
     return list(found.values())
 
 

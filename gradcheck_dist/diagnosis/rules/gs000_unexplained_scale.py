@@ -105,7 +105,9 @@ def onto_itself(culprit: Culprit) -> bool:
 def acts_in_each_pass(culprit: Culprit, pattern: Pattern) -> bool:
     """Whether a line multiplies in each pass what all passes before it have left in `.grad`."""
     factor = culprit.write.factor if culprit.write is not None else None
-    return bool(factor and pattern.base) and abs(pattern.base / factor - 1) <= max(1e-3, pattern.tolerance)
+    if not factor or pattern.base is None:
+        return False
+    return abs(pattern.base / factor - 1) <= max(1e-3, pattern.tolerance)
 
 
 def _number(case: Case, right: float) -> str:

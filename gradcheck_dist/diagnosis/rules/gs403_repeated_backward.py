@@ -48,7 +48,7 @@ def could_audit(facts: StepFacts) -> bool:
 
 def audit(facts: StepFacts) -> Iterator[Remark]:
     found = repeats(facts.data, facts.contributions, facts.held)
-    if found is None:
+    if found is None or not found.params:
         return
     counts = _by_step(found)
     same = counts[0] if len(set(counts)) == 1 else None

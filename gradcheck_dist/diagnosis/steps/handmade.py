@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from math import log
 from zlib import crc32
 
+from gradcheck_dist.diagnosis.causes.account import account
 from gradcheck_dist.diagnosis.causes.case import Case
 from gradcheck_dist.diagnosis.causes.vocabulary import CLIP_COEFFICIENT
 from gradcheck_dist.diagnosis.finding import Finding
@@ -31,10 +32,12 @@ from gradcheck_dist.diagnosis.rules import gs202_scaled_in_flight as in_flight
 from gradcheck_dist.diagnosis.rules import gs501_clip_by_hand as scaled_alike
 from gradcheck_dist.diagnosis.rules import gs605_early_clip as early_clip
 from gradcheck_dist.diagnosis.steps.changed_in import NO_COMBINATION, place_in_words, short_line
+from gradcheck_dist.diagnosis.steps.param_clips import is_last
 from gradcheck_dist.diagnosis.steps.pass_counts import PER_PASS, of_pass
 from gradcheck_dist.diagnosis.steps.scaled_apart import copies_part, factor_of, replicas_part
 from gradcheck_dist.diagnosis.steps.step_verdict import Change, Key, StepVerdict, cause
 from gradcheck_dist.diagnosis.steps.undone_behind import leave_undone_open
+from gradcheck_dist.diagnosis.weights.factors import name_number
 from gradcheck_dist.diagnosis.weights.written import SIMPLE, VAGUE, Measured, distinct, is_exactly_written, is_written
 from gradcheck_dist.events import Reduce
 from gradcheck_dist.wording import numbered, plural
@@ -107,7 +110,18 @@ def _change_of(verdict: StepVerdict, case: Case, finding: Finding, effect: Effec
         or_loss=or_loss,
         stands=stands,
         spared=spared,
+        recorded=_recorded(verdict, case),
     )
+
+
+def _recorded(verdict: StepVerdict, case: Case) -> float:
+    """What records say that a few of the best known weights are off by where the optimizer's last lines begin; 1 where
+    these are not the same."""
+    if case.pattern.kind == "uniform" or not is_last(case):
+        return 1.0
+    best = sorted((pair for pair in case.cells if pair[1].ratio), key=lambda pair: pair[1].tolerance)[:OFTEN]
+    found = distinct([(account(verdict.data, held, cell).documented, VAGUE) for held, cell in best])
+    return found[0][0] if len(found) == 1 else 1.0
 
 
 def weigh(verdicts: Sequence[StepVerdict]) -> None:
@@ -332,7 +346,14 @@ def _reason(members: list[tuple[StepVerdict, Change]]) -> str:
         finding.severity != "info" for verdict, _ in members for finding in verdict.findings
     )
     until = "Up to there the weights are right" if alone else "What is wrong besides is told apart from it"
-    if change.makes_up:
+    if abs(change.recorded - 1) > VAGUE:
+        named = name_number(change.recorded, members[0][0].context.quantities, VAGUE, max_factors=1)
+        name = f" = {named[0].expression}" if named and named[0].powers else ""
+        until = (
+            f"Up to there all weights are x {change.recorded:.4g}{name}: they are wrong by that unless these lines "
+            "divide by it as well"
+        )
+    elif change.makes_up:
         until = "Up to there the weights are off, so it may be a normalisation by another number than the right one"
     if len(steps) > 1 and high < 1 and not change.makes_up and all(each.uniform for _, each in members):
         return (

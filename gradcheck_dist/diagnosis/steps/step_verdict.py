@@ -98,7 +98,8 @@ class Change:
     lines multiply. `written`: their number was read from the call, is none that is computed from gradients, and had
     something to put right. `or_loss`: the loss may have the wrong number in their place. `stands`: this step
     alone shows numbers that somebody wrote. `spared`: others were multiplied there, and come out right.
-    `counted` is what the factor could be made of, though in one step by chance.
+    `counted` is what the factor could be made of, though in one step by chance. `recorded`: what all weights are off by
+    from the loss up to these lines, which multiply them by numbers of their own.
     """
 
     place: tuple[object, ...]
@@ -118,6 +119,7 @@ class Change:
     stands: bool = False
     spared: bool = False
     counted: str | None = None
+    recorded: float = 1.0
 
 
 @dataclass

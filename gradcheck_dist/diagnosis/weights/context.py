@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from math import prod
 
@@ -70,11 +70,20 @@ class StepContext:
         and their tokens evaluated again (sharpness-aware training) are no accumulation steps, and no degree."""
         left = {key: c for key, c in self.contributions.by_key.items() if key not in contributions.by_key}
         if any(c.weight != 0 for c in left.values()):
-            steps: dict[int, set[int]] = {}
-            for coordinate, step, _ in contributions.by_key:
-                steps.setdefault(coordinate, set()).add(step)
-            self.quantities["accumulation_steps"] = float(max(map(len, steps.values()), default=1))
+            self._count_passes(contributions.by_key)
         self.contributions = contributions
+
+    def counted_once(self, again: Mapping[ContributionKey, ContributionKey]) -> None:
+        """Passes that differentiate a loss `again` are no accumulation steps either."""
+        self.again = again
+        if again:
+            self._count_passes(key for key in self.contributions.by_key if key not in again)
+
+    def _count_passes(self, keys: Iterable[ContributionKey]) -> None:
+        steps: dict[int, set[int]] = {}
+        for coordinate, step, _ in keys:
+            steps.setdefault(coordinate, set()).add(step)
+        self.quantities["accumulation_steps"] = float(max(map(len, steps.values()), default=1))
 
     def counts_forwards(self, forwards: Sequence[Sequence[ContributionKey]]) -> None:
         """Take forward passes for accumulation steps, where each is differentiated in several passes."""
