@@ -74,10 +74,12 @@ class StepContext:
         self.contributions = contributions
 
     def counted_once(self, again: Mapping[ContributionKey, ContributionKey]) -> None:
-        """Passes that differentiate a loss `again` are no accumulation steps either."""
+        """Passes that differentiate a loss `again` are no accumulation steps either, and bring no tokens."""
         self.again = again
         if again:
             self._count_passes(key for key in self.contributions.by_key if key not in again)
+            if self.contributions.num_tokens:
+                self.quantities["num_tokens"] = float(self.contributions.num_tokens)
 
     def _count_passes(self, keys: Iterable[ContributionKey]) -> None:
         steps: dict[int, set[int]] = {}
