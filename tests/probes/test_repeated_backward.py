@@ -322,6 +322,31 @@ def test_a_mean_of_means_that_goes_backward_again_is_told_as_such_besides(
     assert (wrong.code, again.code, again.factor.observed) == ("GS301", "GS403", factor)
 
 
+def test_passes_again_are_no_accumulation_steps_that_a_factor_could_be_made_of(tmp_path: Path) -> None:
+    def first_twice(_: nn.Sequential, losses: list[Tensor]) -> None:
+        for index, loss in enumerate(losses):
+            (len(losses) * loss).backward(retain_graph=index == 0)
+            if index == 0:
+                (len(losses) * loss).backward()
+
+    report = train(tmp_path, first_twice)
+    assert sorted(finding.code for finding in report.findings) == ["GS303", "GS403"]
+    undivided = next(finding for finding in report.findings if finding.code == "GS303")
+    assert undivided.factor.expression == "accumulation_steps"
+
+
+def test_what_goes_backward_again_and_is_emptied_counts_once(tmp_path: Path) -> None:
+    def first_twice_and_emptied(model: nn.Sequential, losses: list[Tensor]) -> None:
+        for index, loss in enumerate(losses):
+            model.zero_grad()
+            if index == 0:
+                loss.backward(retain_graph=True)
+            loss.backward()
+
+    (finding,) = train(tmp_path, first_twice_and_emptied).findings
+    assert finding.code == "GS401"
+
+
 def test_a_loss_that_weighs_another_number_when_it_goes_backward_again_is_judged(tmp_path: Path) -> None:
     wrong, again = sorted(train(tmp_path, scaled_but_once).findings, key=lambda one: one.code)
     assert (wrong.code, again.code) == ("GS000", "GS403")

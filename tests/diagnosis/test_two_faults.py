@@ -1,0 +1,101 @@
+"""Two faults of one trainer are told apart: none hides the other, and none lends it a name."""
+
+from __future__ import annotations
+
+from math import sqrt
+
+import pytest
+from random_trainers import global_mean
+from reduced_steps import all_reduce, ended
+from simulated_step import _backward, _scale
+from simulator import BEFORE, Trainer, World
+
+from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.events import GradientNorm, GradWrite
+
+LINE = 20
+
+
+def multiplied(world: World, factor: float, line: int, names: list[str] | None = None) -> None:
+    """A line that multiplies gradients of all ranks by a number."""
+    for rank in world.ranks:
+        chosen = names or list(rank.ids)
+        _scale(world, rank, factor, chosen)
+        rank.emit(GradWrite, line=line, params=rank.param_set(chosen), factor=factor)
+
+
+def clipped(world: World, max_norm: float, *, seen: bool = True) -> None:
+    """Each rank clips by the norm of its own gradients, on lines of the trainer's. `seen`: that it is taken."""
+    for rank in world.ranks:
+        if seen:
+            seq = rank.next_seq()
+            rank.sample_grads(seq, BEFORE, list(rank.ids))
+            rank.emit(GradientNorm, seq=seq, line=LINE + 8, params=rank.everything)
+        factor = max_norm / sqrt(sum(float((held.values**2).sum()) for held in rank.grad.values()))
+        _scale(world, rank, factor, list(rank.ids))
+        rank.emit(GradWrite, line=LINE + 9, params=rank.everything, factor=factor)
+
+
+def summed(factor: float, *, loud: float = 1.0, accumulation: int = 2) -> World:
+    """Two ranks behind their backward passes. Losses are multiplied by a factor, those of rank 1 also by `loud`."""
+    right = global_mean(factor)
+    trainer = Trainer(
+        root=lambda key, tokens: right(key, tokens) * (loud if key[0] == 1 else 1.0),
+        impl="none",
+        data_ranks=2,
+        accumulation=accumulation,
+    )
+    world = World(trainer, 3)
+    for k in range(accumulation):
+        _backward(world, k, 0)
+    return world
+
+
+def divided_in_each_pass(passes: int, tokens: tuple[int, int]) -> Report:
+    """Sums of token losses of which `.grad` is divided by all tokens behind each pass."""
+    trainer = Trainer(root=lambda key, counts: 1.0, impl="none", data_ranks=1, accumulation=passes, tokens=tokens)
+    world = World(trainer, 3)
+    for k in range(passes):
+        _backward(world, k, 0)
+        multiplied(world, 1 / sum(world.num_tokens.values()), LINE)
+    return ended(world)
+
+
+@pytest.mark.parametrize(("passes", "tokens"), [(2, (3, 40)), (3, (3, 40)), (2, (2000, 9000))])
+def test_what_a_line_divides_in_each_pass_is_a_power_and_nothing_that_was_emptied(
+    passes: int, tokens: tuple[int, int]
+) -> None:
+    (finding,) = divided_in_each_pass(passes, tokens).findings
+    assert (finding.code, finding.factor.expression) == ("GS000", "num_tokens^-(K-1-k)")
+    assert finding.first_event is not None and finding.first_event.line == LINE
+    assert finding.fix.startswith("Let it act once in a step, behind the last pass")
+
+
+def test_a_clip_by_hand_hides_no_constant_where_one_gradient_is_averaged_again() -> None:
+    world = summed(2 * 2 / 3)
+    for names in (None, ["embed.weight"]):
+        all_reduce(world, ((0, 1),), LINE, names=names)
+        multiplied(world, 1 / 2, LINE + 1, names)
+    clipped(world, 0.05, seen=False)
+    report = ended(world, with_norms=True)
+    (finding,) = report.findings
+    assert finding.factor.observed == pytest.approx(2 / 3, rel=1e-4)
+    assert any("clipped by hand to norm 0.05 " in note for note in report.coverage.notes)
+
+
+def test_an_average_again_before_a_clip_by_hand_is_nobodys_fault() -> None:
+    world = summed(2.0)
+    for names in (None, ["embed.weight"]):
+        all_reduce(world, ((0, 1),), LINE, names=names)
+        multiplied(world, 1 / 2, LINE + 1, names)
+    clipped(world, 0.05, seen=False)
+    assert ended(world, with_norms=True).verdict == "clean"
+
+
+def test_clips_by_the_norms_of_copies_that_differ_lend_a_loud_rank_no_factor() -> None:
+    world = summed(1.0, loud=3.0)
+    all_reduce(world, ((0, 1),), LINE, names=["layers.0.weight", "norm.weight"])
+    clipped(world, 0.05)
+    left_out, loud = sorted(ended(world, with_norms=True).findings, key=lambda finding: finding.code, reverse=True)
+    assert (left_out.code, [*left_out.units]) == ("GS103", ["embed.weight"])
+    assert (loud.code, loud.pattern) == ("GS000", "x 3 on data rank 1, the rest right")
