@@ -99,3 +99,18 @@ def test_clips_by_the_norms_of_copies_that_differ_lend_a_loud_rank_no_factor() -
     left_out, loud = sorted(ended(world, with_norms=True).findings, key=lambda finding: finding.code, reverse=True)
     assert (left_out.code, [*left_out.units]) == ("GS103", ["embed.weight"])
     assert (loud.code, loud.pattern) == ("GS000", "x 3 on data rank 1, the rest right")
+
+
+def test_what_weights_were_off_by_before_lines_with_numbers_of_their_own_is_told() -> None:
+    """By a number of passes, which the same lines may divide by."""
+    world = summed(2.0)
+    all_reduce(world, ((0, 1),), LINE)
+    for rank in world.ranks:
+        seq = rank.next_seq()
+        rank.sample_grads(seq, BEFORE, list(rank.ids))
+        rank.emit(GradientNorm, seq=seq, line=LINE + 8, params=rank.everything)
+        for name, factor in zip(rank.ids, (0.731847, 0.0421873, 0.291734), strict=True):
+            _scale(world, rank, factor, [name])
+    report = ended(world)
+    assert report.verdict == "undetermined"
+    assert "Up to there all weights are x 2 = accumulation_steps: they are wrong by that unless" in report.reasons[0]

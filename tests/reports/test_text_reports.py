@@ -346,3 +346,9 @@ def test_short_names_in_a_factor_are_told(monkeypatch: pytest.MonkeyPatch) -> No
     assert told in build(document).findings[0].facts
     assert told in plain.render(build(document)) and told in on_terminal(document, monkeypatch)
     assert not any("in the factor" in fact for fact in build(report()).findings[0].facts)
+
+
+def test_a_badly_known_weight_does_not_blur_what_others_are() -> None:
+    table = build(report([], [weight(0, 0, 1.0), weight(1, 0, 0.5)], tolerance=0.6)).tables[0]
+    assert table.note == "ratio from 0.5 to 1 over 2 contributions"
+    assert [cell.off for _, cells in table.rows for cell in cells] == [False, True]

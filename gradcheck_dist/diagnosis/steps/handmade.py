@@ -115,12 +115,13 @@ def _change_of(verdict: StepVerdict, case: Case, finding: Finding, effect: Effec
 
 
 def _recorded(verdict: StepVerdict, case: Case) -> float:
-    """What records say that a few of the best known weights are off by where the optimizer's last lines begin; 1 where
-    these are not the same."""
+    """What a few of the best known weights are off by besides what the last lines before the optimizer did to them, by
+    what was measured there; 1 where that is not the same."""
     if case.pattern.kind == "uniform" or not is_last(case):
         return 1.0
     best = sorted((pair for pair in case.cells if pair[1].ratio), key=lambda pair: pair[1].tolerance)[:OFTEN]
-    found = distinct([(account(verdict.data, held, cell).documented, VAGUE) for held, cell in best])
+    gaps = [(cell.ratio, account(verdict.data, held, cell).gaps[-1:]) for held, cell in best]
+    found = distinct([(ratio / last.factor, VAGUE) for ratio, of in gaps for last in of if last.factor])
     return found[0][0] if len(found) == 1 else 1.0
 
 
