@@ -183,6 +183,11 @@ def _mended(case: Case, lacking: str | None, beside: Reduce | None) -> str:
             "Reduce the gradients over these ranks after the last backward (dist.all_reduce, and a division by their "
             "number where each rank's loss is a mean of its own), or train through DDP or FSDP."
         )
+    if {cell.key for _, cell in case.cells if not cell.right} <= case.context.again.keys():
+        return (
+            "Call backward() once behind each forward: a wrapper reduces in the first pass that goes backward from it, "
+            "and this one differentiates its loss again."
+        )
     return (
         "Let the last backward of the step reduce: leave no_sync() before its forward (FSDP2: "
         "set_requires_gradient_sync(True)), and compute gradients through the wrapped module, of all its parameters or "
