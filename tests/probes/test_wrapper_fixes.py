@@ -1,0 +1,35 @@
+"""What DDP leaves unreduced is told with the fix of its own cause."""
+
+from __future__ import annotations
+
+import pytest
+from wrapped_workers import VARIANTS
+
+from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.stream.diagnose import diagnose_run
+from gradcheck_dist.trainer.launch import launch, warm_up
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
+    warm_up()
+    folder = tmp_path_factory.mktemp("wrapped")
+    launch("wrapped_workers:run", (str(folder),), 2, timeout_s=100)
+    return {variant: diagnose_run(folder / variant) for variant in VARIANTS}
+
+
+@pytest.mark.parametrize(
+    ("variant", "begins"),
+    [
+        ("backward again", "Call backward() once behind each forward"),
+        ("bias outside", "Make these parameters part of the wrapped module"),
+        ("no_sync", "Let the last backward of the step reduce: leave no_sync()"),
+    ],
+)
+def test_the_fix_is_that_of_the_cause(reports: dict[str, Report], variant: str, begins: str) -> None:
+    told = [finding.fix for finding in reports[variant].findings if finding.code == "GS103"]
+    assert len(told) == 1 and told[0].startswith(begins)
+
+
+def test_a_pass_that_goes_backward_again_is_found_besides(reports: dict[str, Report]) -> None:
+    assert sorted(finding.code for finding in reports["backward again"].findings) == ["GS103", "GS403"]

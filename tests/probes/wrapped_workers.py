@@ -1,0 +1,45 @@
+"""Two ranks below DDP that leaves some gradients unreduced, each variant for a reason of its own."""
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from probe_workers import Net, batch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradcheck_dist.probes import attach
+
+VARIANTS = ("backward again", "bias outside", "no_sync")
+STEPS = 2
+
+
+def run(folder: str) -> None:
+    dist.init_process_group("gloo")
+    for variant in VARIANTS:
+        with attach(Path(folder) / variant):
+            train(variant)
+            dist.barrier()
+    dist.destroy_process_group()
+
+
+def train(variant: str) -> None:
+    torch.manual_seed(0)
+    net = DistributedDataParallel(Net())
+    outside = nn.Linear(1, 20) if variant == "bias outside" else None
+    params = [*net.parameters(), *(outside.parameters() if outside is not None else ())]
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    for step in range(STEPS):
+        tokens, labels = batch(dist.get_rank(), step)
+        count = (labels >= 0).sum()
+        dist.all_reduce(count)
+        with net.no_sync() if variant == "no_sync" else torch.enable_grad():
+            logits = net(tokens) + (outside(torch.ones(1)) if outside is not None else 0)
+            loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+            loss = loss * dist.get_world_size() / count
+            if variant == "backward again":
+                loss.backward(retain_graph=True)
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
