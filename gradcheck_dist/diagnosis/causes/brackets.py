@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from gradcheck_dist.diagnosis.causes.account import Hand
 from gradcheck_dist.diagnosis.causes.culprit import Culprit, blame_loss, kind_of
+from gradcheck_dist.diagnosis.causes.routes import SAME
 from gradcheck_dist.diagnosis.causes.vocabulary import GAP, LOSSES, Explanation
 from gradcheck_dist.events import Event
 from gradcheck_dist.ledger.contributions import Contributions
@@ -78,13 +79,15 @@ def merge(wrong: Sequence[Judged]) -> None:
     """One cause seen in several brackets is one: the same factor, from the same line on or up to the same line, is told
     by the narrowest. A bracket may have several factors, as a count of each rank's own has."""
     shares = [(one, index) for one in wrong for index in range(len(one.shares)) if not one.shares[index][0].absent]
-    chosen: list[tuple[Culprit, float, float]] = []
+    chosen: list[tuple[Culprit, float, float, bool]] = []
     for one, index in sorted(shares, key=lambda item: _width(item[0].shares[item[1]][0])):
         culprit, share = one.shares[index]
+        emptied = one.gone and abs(share) <= SAME  # known to no digit: it is like nothing but what is empty, too
         close = [
             known
-            for known, factor, tolerance in chosen
-            if abs(share - factor) <= (tolerance + one.tolerance) * max(abs(factor), abs(share), 1e-12)
+            for known, factor, tolerance, empty in chosen
+            if emptied == empty
+            and abs(share - factor) <= (tolerance + one.tolerance) * max(abs(factor), abs(share), 1e-12)
         ]
         for known in close:
             joined = known.start == culprit.start or (known.end is not None and known.end == culprit.end)
@@ -93,8 +96,8 @@ def merge(wrong: Sequence[Judged]) -> None:
                 break
         else:
             again = any(known.identity == culprit.identity for known in close)
-            if not again and sum(known.identity == culprit.identity for known, _, _ in chosen) < MOST_FACTORS:
-                chosen.append((culprit, share, one.tolerance))
+            if not again and sum(known.identity == culprit.identity for known, *_ in chosen) < MOST_FACTORS:
+                chosen.append((culprit, share, one.tolerance, emptied))
 
 
 def _width(culprit: Culprit) -> int:

@@ -323,8 +323,9 @@ def _partial_count(samples: list[Sample], context: StepContext) -> Pattern | Non
             tolerance = tolerance_of(chosen)
             values = shapes.num_constants(predicted, tolerance)  # counts that are alike put the factor to no test
             number = factor * float(predicted[0]) if values == 1 and chosen is not samples else None
-            if number is not None and name_number(number, degrees, max(tolerance, 1e-6), max_factors=1):
-                continue  # one count that is no other number than a degree: that needs no count to explain it
+            whole = number is not None and abs(number - round(number)) <= tolerance * number
+            if number is not None and (whole or name_number(number, degrees, max(tolerance, 1e-6), max_factors=1)):
+                continue  # one count that is no other number than a whole one or a degree: that needs no count
             if values == 1:  # one number, so it must be known well, and its factor have a name
                 named = tolerance <= VAGUE and (
                     abs(factor - 1) <= tolerance or name_number(factor, degrees, max(tolerance, 1e-6), max_factors=1)
