@@ -23,7 +23,11 @@ def test_a_bracket_that_has_a_factor_of_its_own_on_each_rank_is_one() -> None:
     for rank, factor in enumerate((1.92, 2.087)):
         for event, before in ((first, end), (tied, again)):
             culprit = Culprit("reduce", rank, event, nominal=1.0, factor=factor, unrecorded=True, before=before)
-            wrong.append(SimpleNamespace(shares=[(culprit, factor)], tolerance=1e-4))
+            wrong.append(
+                SimpleNamespace(
+                    shares=[(culprit, factor)], tolerance=1e-4, gone=False, cell=SimpleNamespace(right=False)
+                )
+            )
     merge(wrong)
     assert len({one.shares[0][0].identity for one in wrong}) == 1
     assert [one.shares[0][1] for one in wrong] == [1.92, 1.92, 2.087, 2.087]

@@ -10,6 +10,7 @@ from reduced_steps import all_reduce, ended
 from simulated_step import _backward, _scale
 from simulator import BEFORE, Trainer, World
 
+from gradcheck_dist.diagnosis.engine import diagnose
 from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.events import GradientNorm, GradWrite
 
@@ -114,3 +115,31 @@ def test_what_weights_were_off_by_before_lines_with_numbers_of_their_own_is_told
     report = ended(world)
     assert report.verdict == "undetermined"
     assert "Up to there all weights are x 2 = accumulation_steps: they are wrong by that unless" in report.reasons[0]
+
+
+@pytest.mark.parametrize("passes", [2, 3])
+def test_one_emptying_in_the_loop_is_told_once_where_a_line_behind_it_divides(passes: int) -> None:
+    """Sums that DDP averages in every pass, and that are divided by all tokens behind the last."""
+    trainer = Trainer(root=lambda key, counts: 1.0, data_ranks=2, sync="every", accumulation=passes)
+    world = World(trainer, 3)
+    for k in range(passes):
+        for rank in world.ranks:
+            rank.grad.clear()  # what nobody records
+        _backward(world, k, 0)
+    multiplied(world, 2 / sum(world.num_tokens.values()), LINE)
+    (finding,) = ended(world).findings
+    assert finding.code == "GS401"
+    assert finding.first_event is not None and finding.first_event.line != LINE
+
+
+def test_a_whole_number_before_one_pass_s_loss_is_no_count_of_some_ranks() -> None:
+    """Four ranks with as many tokens each: a count of two of them would be twice too small, too."""
+    right = global_mean(4.0)
+    trainer = Trainer(
+        root=lambda key, counts: right(key, counts) * (2 if key[1] == 2 else 1),
+        data_ranks=4,
+        accumulation=3,
+        tokens=(12, 12),
+    )
+    (finding,) = diagnose(World(trainer, 3).run()).findings
+    assert (finding.code, finding.pattern) == ("GS000", "x 2 on the last accumulation step (2), the rest right")

@@ -82,11 +82,11 @@ def merge(wrong: Sequence[Judged]) -> None:
     chosen: list[tuple[Culprit, float, float, bool]] = []
     for one, index in sorted(shares, key=lambda item: _width(item[0].shares[item[1]][0])):
         culprit, share = one.shares[index]
-        emptied = one.gone and abs(share) <= SAME  # known to no digit: it is like nothing but what is empty, too
+        emptied = one.gone and abs(share) <= SAME  # known to no digit: what came out right seems alike, and is not
         close = [
             known
-            for known, factor, tolerance, empty in chosen
-            if emptied == empty
+            for known, factor, tolerance, right in chosen
+            if not (emptied and right)
             and abs(share - factor) <= (tolerance + one.tolerance) * max(abs(factor), abs(share), 1e-12)
         ]
         for known in close:
@@ -97,7 +97,7 @@ def merge(wrong: Sequence[Judged]) -> None:
         else:
             again = any(known.identity == culprit.identity for known in close)
             if not again and sum(known.identity == culprit.identity for known, *_ in chosen) < MOST_FACTORS:
-                chosen.append((culprit, share, one.tolerance, emptied))
+                chosen.append((culprit, share, one.tolerance, one.cell.right))
 
 
 def _width(culprit: Culprit) -> int:
