@@ -1,5 +1,6 @@
 """Two ranks below DDP that leaves some gradients unreduced, each variant for a reason of its own."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradcheck_dist.probes import attach
 
-VARIANTS = ("backward again", "bias outside", "no_sync")
+VARIANTS = ("backward again", "backward again in unequal passes", "bias outside", "no_sync")
 STEPS = 2
 
 
@@ -30,16 +31,18 @@ def train(variant: str) -> None:
     outside = nn.Linear(1, 20) if variant == "bias outside" else None
     params = [*net.parameters(), *(outside.parameters() if outside is not None else ())]
     optimizer = torch.optim.SGD(params, lr=0.1)
+    passes = 1 + dist.get_rank() if variant == "backward again in unequal passes" else 1
     for step in range(STEPS):
-        tokens, labels = batch(dist.get_rank(), step)
-        count = (labels >= 0).sum()
+        batches = [batch(dist.get_rank(), step + k) for k in range(passes)]
+        count = sum((labels >= 0).sum() for _, labels in batches)
         dist.all_reduce(count)
-        with net.no_sync() if variant == "no_sync" else torch.enable_grad():
-            logits = net(tokens) + (outside(torch.ones(1)) if outside is not None else 0)
-            loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-            loss = loss * dist.get_world_size() / count
-            if variant == "backward again":
-                loss.backward(retain_graph=True)
-            loss.backward()
+        for k, (tokens, labels) in enumerate(batches):
+            with net.no_sync() if variant == "no_sync" or k < passes - 1 else nullcontext():
+                logits = net(tokens) + (outside(torch.ones(1)) if outside is not None else 0)
+                loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+                loss = loss * dist.get_world_size() / count
+                if variant.startswith("backward again") and k == 0:
+                    loss.backward(retain_graph=True)
+                loss.backward()
         optimizer.step()
         optimizer.zero_grad()

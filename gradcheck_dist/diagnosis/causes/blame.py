@@ -153,7 +153,24 @@ def _blame(
     _join_undone(data, every)
     _join_made_up(wrong, came_right)
     put_together(halves)
+    _join_missing(every)
     return _collect(every)
+
+
+def _join_missing(every: Sequence[Judged]) -> None:
+    """A reduction that did not follow is one fault on all ranks: it leaves a contribution undivided on its own, and
+    gives others nothing of it."""
+    missing = {
+        (one.cell.key, culprit.kind, caller_of(culprit.event)): culprit.missing
+        for one in every
+        for culprit, _ in one.shares
+        if culprit.absent and culprit.missing is not None and culprit.event is not None
+    }
+    for one in every if missing else ():
+        for index, (culprit, share) in enumerate(one.shares):
+            if one.gone and culprit.absent and culprit.missing is None and culprit.event is not None:
+                same = missing.get((one.cell.key, culprit.kind, caller_of(culprit.event)))
+                one.shares[index] = (replace(culprit, missing=same), share)
 
 
 def _befell_right_ones(wrong: Sequence[Judged], came_right: Sequence[Judged]) -> bool:

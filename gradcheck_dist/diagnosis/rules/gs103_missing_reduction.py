@@ -172,6 +172,11 @@ def _mended(case: Case, lacking: str | None, beside: Reduce | None) -> str:
         return f"Reduce once, after the last backward of the step: {at} runs before it."
     if beside and beside.site:
         return f"Reduce these parameters' gradients too, as {beside.site.short} does with the others."
+    if {cell.key for _, cell in case.cells if not cell.right} <= case.context.again.keys():
+        return (
+            "Call backward() once behind each forward: a wrapper reduces in the first pass that goes backward from it, "
+            "and this one differentiates its loss again."
+        )
     sync = getattr(case.event, "sync", None)
     if sync:
         return (
@@ -182,11 +187,6 @@ def _mended(case: Case, lacking: str | None, beside: Reduce | None) -> str:
         return (
             "Reduce the gradients over these ranks after the last backward (dist.all_reduce, and a division by their "
             "number where each rank's loss is a mean of its own), or train through DDP or FSDP."
-        )
-    if {cell.key for _, cell in case.cells if not cell.right} <= case.context.again.keys():
-        return (
-            "Call backward() once behind each forward: a wrapper reduces in the first pass that goes backward from it, "
-            "and this one differentiates its loss again."
         )
     return (
         "Let the last backward of the step reduce: leave no_sync() before its forward (FSDP2: "
