@@ -143,3 +143,13 @@ def test_a_whole_number_before_one_pass_s_loss_is_no_count_of_some_ranks() -> No
     )
     (finding,) = diagnose(World(trainer, 3).run()).findings
     assert (finding.code, finding.pattern) == ("GS000", "x 2 on the last accumulation step (2), the rest right")
+
+
+def test_a_shard_that_has_nothing_of_the_own_batch_tells_of_no_result_thrown_away() -> None:
+    """Rows of an embedding that no token of the rank's asks for, below one emptying in the loop."""
+    trainer = Trainer(root=global_mean(2), impl="fsdp", data_ranks=2, sync="every", accumulation=3, zero_between=True)
+    world = World(trainer, 3)
+    rows = world.ranks[1].held["embed.weight"]
+    world.token_gradients[0, "embed.weight"][trainer.keys.index((1, 1, 0)), rows] = 0
+    (finding,) = diagnose(world.run()).findings
+    assert (finding.code, finding.first_event and finding.first_event.kind) == ("GS401", "zero_grad")

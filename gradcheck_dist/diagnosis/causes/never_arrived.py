@@ -142,16 +142,17 @@ def _thrown_away(
     the own ones are as they were: its result was thrown away, as where a communication hook reduces a copy and returns
     what it was given."""
     place = contributions.coordinate
-    changed = {
-        _slot(one)
-        for one in every
-        if place.get(one.held.rank) == one.cell.key[0] and (one.gone or one.changed_unseen or not one.account.arrived)
-    }
+    own_ones = [one for one in every if place.get(one.held.rank) == one.cell.key[0]]
+    known = {_slot(one) for one in own_ones}
+    changed = {_slot(one) for one in own_ones if one.gone or one.changed_unseen or not one.account.arrived}
+    held_changed, held_known = {held for held, _ in changed}, {held for held, _ in known}
     found = []
     for one in wrong:
         own = place.get(one.held.rank) == one.cell.key[0]
         if own or not (one.gone and one.account.arrived) or _slot(one) in changed:
             continue
+        if _slot(one) not in known and (id(one.held) in held_changed or id(one.held) not in held_known):
+            continue  # of a shard that has nothing of the own batch nobody sees what was done to that
         gap = next((gap for gap in one.account.gaps if abs(gap.factor) < FAINT), None)
         if gap is None or gap.rank != one.held.rank or not isinstance(gap.start, Reduce):
             continue
