@@ -37,7 +37,7 @@ def clipped(world: World, max_norm: float, *, seen: bool = True) -> None:
         rank.emit(GradWrite, line=LINE + 9, params=rank.everything, factor=factor)
 
 
-def summed(factor: float, *, loud: float = 1.0, accumulation: int = 2) -> World:
+def summed(factor: float, *, loud: float = 1.0, accumulation: int = 2, tokens: tuple[int, int] = (3, 40)) -> World:
     """Two ranks behind their backward passes. Losses are multiplied by a factor, those of rank 1 also by `loud`."""
     right = global_mean(factor)
     trainer = Trainer(
@@ -45,6 +45,7 @@ def summed(factor: float, *, loud: float = 1.0, accumulation: int = 2) -> World:
         impl="none",
         data_ranks=2,
         accumulation=accumulation,
+        tokens=tokens,
     )
     world = World(trainer, 3)
     for k in range(accumulation):
@@ -153,3 +154,13 @@ def test_a_shard_that_has_nothing_of_the_own_batch_tells_of_no_result_thrown_awa
     world.token_gradients[0, "embed.weight"][trainer.keys.index((1, 1, 0)), rows] = 0
     (finding,) = diagnose(world.run()).findings
     assert (finding.code, finding.first_event and finding.first_event.kind) == ("GS401", "zero_grad")
+
+
+def test_a_line_on_one_gradient_beside_a_loud_rank_is_told_of_that_one() -> None:
+    """Where no weight is right, most gradients tell what all losses weigh, here x 2 in the mean."""
+    world = summed(1.0, loud=3.0, accumulation=1, tokens=(12, 12))
+    all_reduce(world, ((0, 1),), LINE)
+    multiplied(world, 1 / 2, LINE + 1, ["embed.weight"])
+    told = {finding.pattern: finding.units for finding in ended(world).findings}
+    assert told.pop("every contribution x 0.5") == ["embed.weight"]
+    assert list(told) == ["x 3 on data rank 1, the rest right"]

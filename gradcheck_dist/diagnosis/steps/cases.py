@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from fractions import Fraction
+from math import nan
+from statistics import median
 
 from gradcheck_dist.diagnosis.causes.alone import without_divisions_alone
 from gradcheck_dist.diagnosis.causes.beside import reduced_beside
@@ -19,6 +21,7 @@ from gradcheck_dist.diagnosis.causes.own_lines import (
     rank_of,
 )
 from gradcheck_dist.diagnosis.causes.reweighed import off_alike
+from gradcheck_dist.diagnosis.causes.routes import SAME
 from gradcheck_dist.diagnosis.causes.skipped import without_skipped
 from gradcheck_dist.diagnosis.causes.summed_means import summing
 from gradcheck_dist.diagnosis.causes.token_lines import token_line
@@ -70,6 +73,7 @@ def cases_of(
             return undone
     divided_again = own_division(matrix, verdict.contributions, expected)
     rest: list[Case] = []
+    judged: list[Held] = []
     if divided_again is not None:
         own = divided_again
     else:
@@ -86,6 +90,10 @@ def cases_of(
     common = [case for case in everywhere if is_common_factor(case) or _may_be_the_loss(case)]
     if not found.anchored and all(case.pattern.kind == "uniform" for case in everywhere):
         common = [case for case in everywhere if not _follows_norm(case.culprit)]
+        if not common and (scale := _as_recorded(verdict, judged)) is not None:
+            own = {key: weight * Fraction(scale) for key, weight in own.items()}
+            judged = judge(measured, verdict.contributions, own)
+            rest = _cases(verdict, judged if held_alone else pool(judged))
     elif len(common) > 1:
         common = []
     # What all losses share is one doing of theirs with what they do not share. Where their scale is not known, what all
@@ -102,6 +110,20 @@ def cases_of(
         for cell in held.cells
     ]
     return [_case(verdict, Blame(culprit, cells, [0] * len(cells)), verdict.held), *rest]
+
+
+def _as_recorded(verdict: StepVerdict, judged: list[Held]) -> float | None:
+    """The factor by which most gradients are off, all alike, and by nothing that was not recorded: that is the losses'
+    scale, where nothing else tells it. None where there is none."""
+    alike: dict[tuple[object, int], list[float]] = {}
+    for one in accounted(verdict.data, verdict.contributions, judged):
+        recorded = abs(one.cell.ratio - one.account.documented) <= one.cell.margin + one.allowed
+        alike.setdefault((one.held.param, one.held.rank), []).append(one.cell.ratio if recorded else nan)
+    known = [ratios for ratios in alike.values() if max(ratios) <= min(ratios) * (1 + SAME)]
+    ratios = sorted(ratio for of in known for ratio in of)
+    if 2 * len(known) <= len(alike) or ratios[0] <= 0 or ratios[-1] > ratios[0] * (1 + SAME):
+        return None
+    return median(ratios) if abs(ratios[0] - 1) > SAME else None
 
 
 def _may_be_the_loss(case: Case) -> bool:
