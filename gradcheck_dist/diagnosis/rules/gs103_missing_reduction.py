@@ -172,7 +172,8 @@ def _mended(case: Case, lacking: str | None, beside: Reduce | None) -> str:
         return f"Reduce once, after the last backward of the step: {at} runs before it."
     if beside and beside.site:
         return f"Reduce these parameters' gradients too, as {beside.site.short} does with the others."
-    if {cell.key for _, cell in case.cells if not cell.right} <= case.context.again.keys():
+    wrong = {cell.key for _, cell in case.cells if not cell.right}
+    if case.context.again and wrong <= case.context.again.keys():
         return (
             "Call backward() once behind each forward: a wrapper reduces in the first pass that goes backward from it, "
             "and this one differentiates its loss again."

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 from fractions import Fraction
-from math import nan
 from statistics import median
 
 from gradcheck_dist.diagnosis.causes.alone import without_divisions_alone
@@ -34,7 +34,7 @@ from gradcheck_dist.diagnosis.weights.patterns import Pattern, Sample, explain
 from gradcheck_dist.diagnosis.weights.quiet import losses_show
 from gradcheck_dist.events import Backward, GradientNorm, GradWrite, Reduce, Site
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
-from gradcheck_dist.ledger.tracks import StepData
+from gradcheck_dist.ledger.tracks import ParamKey, StepData
 
 EXACT = 1e-6
 """Tolerance of ratios that token counts alone determine."""
@@ -115,13 +115,15 @@ def cases_of(
 def _as_recorded(verdict: StepVerdict, judged: list[Held]) -> float | None:
     """The factor by which most gradients are off, all alike, and by nothing that was not recorded: that is the losses'
     scale, where nothing else tells it. None where there is none."""
-    alike: dict[tuple[object, int], list[float]] = {}
+    alike: dict[tuple[ParamKey, int], list[float]] = defaultdict(list)
+    changed: set[tuple[ParamKey, int]] = set()
     for one in accounted(verdict.data, verdict.contributions, judged):
-        recorded = abs(one.cell.ratio - one.account.documented) <= one.cell.margin + one.allowed
-        alike.setdefault((one.held.param, one.held.rank), []).append(one.cell.ratio if recorded else nan)
-    known = [ratios for ratios in alike.values() if max(ratios) <= min(ratios) * (1 + SAME)]
-    ratios = sorted(ratio for of in known for ratio in of)
-    if 2 * len(known) <= len(alike) or ratios[0] <= 0 or ratios[-1] > ratios[0] * (1 + SAME):
+        alike[one.held.param, one.held.rank].append(one.cell.ratio)
+        if abs(one.cell.ratio - one.account.documented) > one.cell.margin + one.allowed:
+            changed.add((one.held.param, one.held.rank))
+    as_recorded = [ratios for held, ratios in alike.items() if held not in changed]
+    ratios = sorted(ratio for of in as_recorded for ratio in of)
+    if 2 * len(as_recorded) <= len(alike) or ratios[0] <= 0 or ratios[-1] > ratios[0] * (1 + SAME):
         return None
     return median(ratios) if abs(ratios[0] - 1) > SAME else None
 
