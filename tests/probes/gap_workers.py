@@ -1,27 +1,19 @@
 """Two ranks below DDP of which every other step is recorded."""
 
 from contextlib import nullcontext
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from probe_workers import Net, batch
+from probe_workers import Net, batch, record_each
 from torch.nn.parallel import DistributedDataParallel
-
-from gradcheck_dist.probes import attach
 
 VARIANTS = ("reduced", "not reduced in between", "not reduced in step 2")
 STEPS = 5
 
 
 def run(folder: str) -> None:
-    dist.init_process_group("gloo")
-    for variant in VARIANTS:
-        with attach(Path(folder) / variant, steps=[0, 2, 4]):
-            train(variant)
-            dist.barrier()
-    dist.destroy_process_group()
+    record_each(folder, VARIANTS, train, steps=[0, 2, 4])
 
 
 def train(variant: str) -> None:

@@ -30,6 +30,18 @@ def train_recorded(config: TrainConfig, run_dir: str | None) -> TrainResult:
         return train(config)
 
 
+def record_each(folder: str, variants: Iterable[str], train: Callable[[str], None], **options: Any) -> None:
+    """Train every variant, each recorded into a folder of its own."""
+    from gradcheck_dist.probes import attach
+
+    dist.init_process_group("gloo")
+    for variant in variants:
+        with attach(Path(folder) / variant, **options):
+            train(variant)
+            dist.barrier()
+    dist.destroy_process_group()
+
+
 class Net(nn.Module):
     """Embedding, two layers, head: 20 tokens, 16 features."""
 

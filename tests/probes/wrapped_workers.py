@@ -1,28 +1,20 @@
 """Two ranks below DDP that leaves some gradients unreduced, each variant for a reason of its own."""
 
 from contextlib import nullcontext
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from probe_workers import Net, batch
+from probe_workers import Net, batch, record_each
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-
-from gradcheck_dist.probes import attach
 
 VARIANTS = ("backward again", "backward again in unequal passes", "bias outside", "no_sync")
 STEPS = 2
 
 
 def run(folder: str) -> None:
-    dist.init_process_group("gloo")
-    for variant in VARIANTS:
-        with attach(Path(folder) / variant):
-            train(variant)
-            dist.barrier()
-    dist.destroy_process_group()
+    record_each(folder, VARIANTS, train)
 
 
 def train(variant: str) -> None:
