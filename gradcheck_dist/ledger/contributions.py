@@ -64,13 +64,15 @@ class Contribution:
 @dataclass
 class Contributions:
     """All contributions of a step, and how ranks map to data coordinates. `coordinate_from` is "declared" or says what
-    they were inferred from. `groups`: the data coordinates of each group of some ranks that reduced something."""
+    they were inferred from. `groups`: the data coordinates of each group of some ranks that reduced something. `lost`:
+    passes that left nothing and are taken for no part of the step, though a program may have counted them."""
 
     by_key: dict[ContributionKey, Contribution] = field(default_factory=dict)
     coordinate: dict[int, int] = field(default_factory=dict)
     coordinate_from: str = "declared"
     problems: list[str] = field(default_factory=list)
     groups: tuple[tuple[int, ...], ...] = ()
+    lost: frozenset[ContributionKey] = frozenset()
 
     @property
     def num_tokens(self) -> int | None:

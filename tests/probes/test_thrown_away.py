@@ -62,6 +62,24 @@ def test_passes_that_were_evaluated_again_are_no_accumulation_steps(tmp_path: Pa
     assert (finding.code, finding.factor.exact, finding.factor.expression) == ("GS303", "3", "accumulation_steps")
 
 
+def test_a_number_of_passes_that_were_thrown_away_is_no_coefficient_of_a_loss(tmp_path: Path) -> None:
+    """One step has three passes and empties each but the last. Its losses are divided by three, beside another term."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with attach(tmp_path / "run", objective="microbatch-mean"):
+        for step, passes in enumerate((1, 1, 3)):
+            for k in range(passes):
+                optimizer.zero_grad()
+                tokens, labels = batch(k, step)
+                logits = model(tokens)
+                loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+                (loss / passes + 0.01 * logits.logsumexp(-1).square().mean() / passes).backward()
+            optimizer.step()
+    report = judged(tmp_path / "run")
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert "0.3333 x stands before the loss in a sum of several" in report.reasons[0]
+
+
 @pytest.mark.parametrize(("steps", "verdict"), [([0], "clean"), ([0, 1, 2], "undetermined")])
 def test_a_warm_up_is_no_fault_and_a_zero_grad_at_its_own_pass_is_left_open(
     tmp_path: Path, steps: list[int], verdict: str

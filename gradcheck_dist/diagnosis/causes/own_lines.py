@@ -200,12 +200,13 @@ def beside_computed(
     if len(computed) != 1:
         return Beside()
     # Where lines do not act alike, reductions in between made up for it: all of it but the computed number is one.
-    number = culprit.factor / computed[0] if uneven else rest * prod(written)
-    if abs(rest - 1) <= EXACT and not uneven:
-        number = prod(written)
-    elif not is_written(number if uneven else rest, MEASURED, quantities):
-        return Beside()
-    return Beside(number, prod(numbers[numbers.index(computed[0]) + 1 :]))
+    rest = culprit.factor / computed[0] if uneven else rest
+    known = 1.0 if uneven else prod(written)
+    if abs(rest - 1) > (MEASURED if uneven else EXACT):
+        if not is_written(rest, MEASURED, quantities):
+            return Beside()
+        known *= rest
+    return Beside(known, prod(numbers[numbers.index(computed[0]) + 1 :]))
 
 
 def _is_named(number: float, quantities: Mapping[str, float]) -> bool:

@@ -97,6 +97,7 @@ def _of_passes(
     lost |= gone if weighs & set(contributions.by_key) else set()
     lost -= never_reduced(data, contributions)
     contributions = without(contributions, lost if drop_lost else evaluated_again(contributions, lost))
+    contributions = replace(contributions, lost=frozenset(lost)) if drop_lost else contributions
     kept = _aim(objective, data, contributions, measured, written)
     by_key = contributions.by_key
     # What counts no tokens leaves none out, whatever its weight.

@@ -90,7 +90,7 @@ def cases_of(
     common = [case for case in everywhere if is_common_factor(case) or _may_be_the_loss(case)]
     if not found.anchored and all(case.pattern.kind == "uniform" for case in everywhere):
         common = [case for case in everywhere if not _follows_norm(case.culprit)]
-        if not common and (scale := _as_recorded(verdict, judged)) is not None:
+        if not common and (scale := _as_losses(verdict, judged)) is not None:
             own = {key: weight * Fraction(scale) for key, weight in own.items()}
             judged = judge(measured, verdict.contributions, own)
             rest = _cases(verdict, judged if held_alone else pool(judged))
@@ -112,18 +112,18 @@ def cases_of(
     return [_case(verdict, Blame(culprit, cells, [0] * len(cells)), verdict.held), *rest]
 
 
-def _as_recorded(verdict: StepVerdict, judged: list[Held]) -> float | None:
-    """The factor by which most gradients are off, all alike, and by nothing that was not recorded: that is the losses'
-    scale, where nothing else tells it. None where there is none."""
+def _as_losses(verdict: StepVerdict, judged: list[Held]) -> float | None:
+    """The factor by which most gradients are off, all alike, and the losses that they come from as well: that is the
+    losses' scale, where nothing else tells it. None where there is none."""
     alike: dict[tuple[ParamKey, int], list[float]] = defaultdict(list)
     changed: set[tuple[ParamKey, int]] = set()
     for one in accounted(verdict.data, verdict.contributions, judged):
         alike[one.held.param, one.held.rank].append(one.cell.ratio)
-        if abs(one.cell.ratio - one.account.documented) > one.cell.margin + one.allowed:
+        if abs(one.cell.ratio - one.account.root) > one.cell.margin + one.allowed:
             changed.add((one.held.param, one.held.rank))
-    as_recorded = [ratios for held, ratios in alike.items() if held not in changed]
-    ratios = sorted(ratio for of in as_recorded for ratio in of)
-    if 2 * len(as_recorded) <= len(alike) or ratios[0] <= 0 or ratios[-1] > ratios[0] * (1 + SAME):
+    as_losses = [ratios for held, ratios in alike.items() if held not in changed]
+    ratios = sorted(ratio for of in as_losses for ratio in of)
+    if 2 * len(as_losses) <= len(alike) or ratios[0] <= 0 or ratios[-1] > ratios[0] * (1 + SAME):
         return None
     return median(ratios) if abs(ratios[0] - 1) > SAME else None
 

@@ -13,9 +13,11 @@ ONCE = (-1, 0, 1)
 
 
 def degrees_of(contributions: Contributions) -> set[int]:
-    """The numbers of ranks, of passes and of both."""
-    by_key = contributions.by_key
-    return {len({key[0] for key in by_key}), len({key[1:] for key in by_key}), len(by_key)}
+    """The numbers of ranks, of passes and of both, also with those passes that are lost."""
+    found: set[int] = set()
+    for keys in (contributions.by_key.keys(), contributions.by_key.keys() | contributions.lost):
+        found |= {len({key[0] for key in keys}), len({key[1:] for key in keys}), len(keys)}
+    return found
 
 
 def is_of_degrees(
