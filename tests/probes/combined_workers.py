@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -356,6 +357,127 @@ def hook_over_nodes(fault: str) -> None:
         optimizer.zero_grad()
 
 
+class Places(nn.Module):
+    """Adds a trained place to each token. A rank's rows are drawn by itself: those of its part of a sequence."""
+
+    def __init__(self, rows: int, seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.weight = nn.Parameter(torch.randn(rows, WIDTH, generator=generator))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.weight
+
+
+def hook_of_shared(fault: str) -> None:
+    """DDP over data ranks, which split each row between two: a hook reduces flat copies of all gradients over the
+    former, and then of those that the latter share. Each rank keeps the places of its part."""
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
+    data_group, sequence_group = mesh["dp"].get_group(), mesh["sp"].get_group()
+    own = slice(4 * (rank % 2), 4 * (rank % 2) + 4)
+    model = Model()
+    model.insert(1, Places(4, rank % 2))
+
+    def over(params: list[Tensor], group: dist.ProcessGroup) -> None:
+        flat = torch.cat([p.grad.flatten() for p in params if p.grad is not None])
+        dist.all_reduce(flat, group=group)
+        for p, summed in zip(params, flat.split([p.numel() for p in params]), strict=True):
+            assert p.grad is not None
+            p.grad.copy_(summed.view_as(p))
+
+    def reduce(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        over(bucket.parameters(), data_group)
+        shared = [p for p in bucket.parameters() if p.shape != (4, WIDTH) or fault == "parts_summed"]
+        if fault != "shared_left_out":
+            over(shared, sequence_group)
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        done.set_result(bucket.buffer().mul_(2) if fault == "doubled_in_hook" else bucket.buffer())
+        return done
+
+    wrapped = nn.parallel.DistributedDataParallel(model, process_group=data_group, gradient_as_bucket_view=True)
+    reduce.__annotations__.clear()
+    wrapped.register_comm_hook(None, reduce)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(STEPS):
+        data = [batch(step, 10 * k + rank // 2) for k in range(2)]
+        tokens = count(data)
+        dist.all_reduce(tokens, group=data_group)
+        for k, (x, y) in enumerate(data):
+            with nullcontext() if k == len(data) - 1 else wrapped.no_sync():
+                (token_sum(wrapped(x[:, own]), y[:, own]) / tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Column(torch.autograd.Function):
+    """What tensor-parallel ranks share, before each takes its own columns: backward sums."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        gradient = gradient.clone()
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient, None
+
+
+class Row(torch.autograd.Function):
+    """The sum of what tensor-parallel ranks computed of their rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        x = x.clone()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class Parted(nn.Module):
+    def __init__(self, part: int, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.group, generator = group, torch.Generator().manual_seed(part)
+        self.up = nn.Parameter(torch.randn(10, WIDTH, generator=generator) / 3)
+        self.down = nn.Parameter(torch.randn(WIDTH, 10, generator=generator) / 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(F.linear(Column.apply(x, self.group), self.up))
+        return x + Row.apply(F.linear(hidden, self.down), self.group)
+
+
+def hook_beside_activations(fault: str) -> None:
+    """DDP over data ranks with a hook, around layers whose backward sums activations over tensor-parallel ranks."""
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    data_group, parts = mesh["dp"].get_group(), mesh["tp"].get_group()
+    model = Model()
+    model.insert(2, Parted(rank % 2, parts))
+
+    def reduce(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        dist.all_reduce(bucket.buffer(), group=data_group)
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        done.set_result(bucket.buffer().mul_(2) if fault == "doubled_in_hook" else bucket.buffer())
+        return done
+
+    wrapped = nn.parallel.DistributedDataParallel(model, process_group=data_group)
+    reduce.__annotations__.clear()
+    wrapped.register_comm_hook(None, reduce)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(STEPS):
+        x, y = batch(step, rank // 2)
+        tokens = count([(x, y)])
+        dist.all_reduce(tokens, group=data_group)
+        (token_sum(wrapped(x), y) / tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 trainers: dict[str, Callable[[str], None]] = {
     "nodes": nodes,
     "flat": flat,
@@ -367,4 +489,6 @@ trainers: dict[str, Callable[[str], None]] = {
     "no_batch": no_batch,
     "sequence_hooks": sequence_hooks,
     "hook_over_nodes": hook_over_nodes,
+    "hook_of_shared": hook_of_shared,
+    "hook_beside_activations": hook_beside_activations,
 }

@@ -22,6 +22,8 @@ RANKS = {
     "no_batch": 2,
     "sequence_hooks": 4,
     "hook_over_nodes": 4,
+    "hook_of_shared": 4,
+    "hook_beside_activations": 4,
 }
 
 
@@ -65,6 +67,10 @@ def test_right_ones_are_clean(trainer: str, tmp_path: Path) -> None:
         ("cast", "averaged_again", "GS101", True),
         ("functional", "not_copied", "GS103", False),
         ("hook_over_nodes", "halved_in_hook", "GS000", True),
+        ("hook_of_shared", "shared_left_out", "GS103", False),
+        ("hook_of_shared", "parts_summed", "GS105", False),
+        ("hook_of_shared", "doubled_in_hook", "GS000", False),
+        ("hook_beside_activations", "doubled_in_hook", "GS000", False),
         ("sequence_hooks", "parts_left_out", "GS103", False),
         ("sequence_hooks", "parts_each_pass", "GS102", True),
         ("sequence_hooks", "parts_scaled", "GS000", False),

@@ -117,7 +117,7 @@ def _declared(data: StepData) -> Iterator[Unlike]:
                 for event in data.events[rank]:
                     if not isinstance(event, Reduce) or track.param.id not in data.params_of(rank, event.params):
                         continue
-                    group = set(_peers(event))
+                    group = set[int]().union(*_groups(event))
                     holders = tuple(
                         tuple(sorted(group & set(one))) for one in family.values() if not group.isdisjoint(one)
                     )
@@ -134,18 +134,19 @@ def _reductions(
         for event in data.events[rank]:
             if not isinstance(event, Reduce) or track.param.id not in data.params_of(rank, event.params):
                 continue
-            group = _peers(event)
-            held = tuple(sorted(peer for peer in group if peer in of_rank))
-            if len(held) > 1 and held not in known:
-                known.add(held)
-                yield rank, event, held
+            for group in _groups(event):
+                held = tuple(sorted(peer for peer in group if peer in of_rank))
+                if len(held) > 1 and held not in known:
+                    known.add(held)
+                    yield rank, event, held
 
 
-def _peers(event: Reduce) -> tuple[int, ...]:
-    """The ranks that are to hold what this one holds: under sharding the replicas of its shard."""
+def _groups(event: Reduce) -> tuple[tuple[int, ...], ...]:
+    """The ranks that are to hold what this one holds: under sharding the replicas of its shard; those of both groups
+    that a communication hook reduces over."""
     if event.impl in _SHARDED:
-        return event.replicate_group if event.all_reduced else ()
-    return () if event.impl == "reduce_scatter" else event.group
+        return (event.replicate_group,) if event.all_reduced else ()
+    return () if event.impl == "reduce_scatter" else (event.group, event.replicate_group)
 
 
 def _holders(data: StepData, tracks: dict[int, Track], event: Reduce) -> tuple[tuple[int, ...], ...] | None:

@@ -13,12 +13,14 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.compiler import is_compiling
 from torch.distributed import distributed_c10d
 
 from gradcheck_dist.events import AFTER, BEFORE
+from gradcheck_dist.function_apply import in_function
 from gradcheck_dist.probes.parameters.places import Place
 from gradcheck_dist.probes.parameters.regions import Region, in_memory, main_grad_of
 from gradcheck_dist.probes.parameters.registry import ParamInfo
@@ -59,7 +61,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
             if is_compiling() or not recorder.recording or recorder.suspended:
                 return original(tensor, op=op, group=group, async_op=async_op)
             if recorder.current is not None:
-                note_hook(recorder, op, group)
+                note_hook(recorder, op, group, tensor)
             opened = before_manual(recorder, pending, tensor, "all_reduce", op, group)
             result = original(tensor, op=op, group=group, async_op=async_op)
             if opened is not None:
@@ -134,9 +136,9 @@ def install(recorder: Recorder, patches: Patches) -> None:
             opened: list[tuple[Tensor, list[Region] | None]] = []
             if call is not None:
                 tensors, op = call["tensors"], call["op"]
-                if recorder.current is not None:
-                    note_hook(recorder, op, call["group"])
                 for tensor in [tensors] if isinstance(tensors, Tensor) else tensors:
+                    if recorder.current is not None:
+                        note_hook(recorder, op, call["group"], tensor)
                     opened.append((tensor, before_manual(recorder, pending, tensor, "all_reduce", op, call["group"])))
             result = original(*args, **kwargs)
             for tensor, regions in opened:
@@ -257,10 +259,18 @@ def before_list(
 
 
 @guarded("collectives")
-def note_hook(recorder: Recorder, op: Any, group: Any) -> None:
-    if recorder.current is not None and _takes_part(group):
-        recorder.current.reduce_ops.add(op_name(op))
-        recorder.current.reduce_groups.add(tuple(dist.get_process_group_ranks(group or dist.group.WORLD)))
+def note_hook(recorder: Recorder, op: Any, group: Any, tensor: Tensor) -> None:
+    current = recorder.current
+    if current is not None and _takes_part(group) and not _of_activations():
+        current.reduce_ops.add(op_name(op))
+        ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
+        current.reduce_groups[ranks] = current.reduce_groups.get(ranks, 0) + tensor.numel()
+
+
+def _of_activations() -> bool:
+    """Whether a function calls a collective: in its own backward, or in its forward while a block is recomputed."""
+    node: Any = torch._C._current_autograd_node()  # type: ignore[attr-defined]
+    return getattr(type(node), "_forward_cls", None) is not None or in_function()
 
 
 def _accumulated(recorder: Recorder, tensor: Tensor) -> Iterator[Place]:
@@ -341,6 +351,7 @@ def before_manual(
         scattered = len(how[2]) if impl == "reduce_scatter" and root is None else 1
         found = recorder.places.by_value.regions(local, stacked=in_a_step, scattered=scattered)
         if current is not None and any(region.info.managed_by is not None for region in found):
+            current.reduced_over.setdefault(how[2], {}).update({region.info.id: region.info for region in found})
             return None
         by_param: dict[int, list[Region]] = {}
         for region in found:

@@ -167,8 +167,15 @@ def complete(recorder: Recorder, current: BackwardPass) -> None:
             continue
         op, hook = _operation(state.ddp, current)
         own: dict[str, Any] = {"impl": "ddp", "op": op, "group": state.group, "wrapper": state.wrapper, "hook": hook}
-        recorder.emit_reduce(seq, state.infos, **own, **_replicas(state, current, op, hook))
-        recorder.sample_grads(seq, AFTER, state.infos)
+        replicas = _replicas(state, current, op, hook)
+        apart = _of_own_group(state, current, replicas)
+        both = [info for info in state.infos if info not in apart]
+        recorder.emit_reduce(seq, both, **own, **replicas)
+        recorder.sample_grads(seq, AFTER, both)
+        if apart:
+            behind = recorder.next_seq()
+            recorder.emit_reduce(behind, apart, **own)
+            recorder.sample_grads(behind, AFTER, apart)
 
 
 def _got_through(state: _State, current: BackwardPass) -> bool:
@@ -198,7 +205,7 @@ def _operation(ddp: DistributedDataParallel, current: BackwardPass) -> tuple[str
 
 def _replicas(state: _State, current: BackwardPass, op: str, hook: str | None) -> dict[str, Any]:
     """The other group of a hook that reduces over two, one across the other, as nodes and the ranks of each do."""
-    others = [group for group in current.reduce_groups - {state.group} if len(group) > 1]
+    others = [group for group in current.reduce_groups if group != state.group and len(group) > 1]
     if (
         hook is None
         or len(others) != 1
@@ -207,3 +214,13 @@ def _replicas(state: _State, current: BackwardPass, op: str, hook: str | None) -
     ):
         return {}
     return {"replicate_group": others[0], "replicate_op": op}
+
+
+def _of_own_group(state: _State, current: BackwardPass, replicas: dict[str, Any]) -> list[ParamInfo]:
+    """The parameters that such a hook reduces over the wrapper's own group alone: where its second group is of ranks of
+    one model, what each of these has a part of. Empty where it is not known what all of the others are."""
+    over = replicas.get("replicate_group", ())
+    known = current.reduced_over.get(over, {})
+    if not known or sum(info.param.numel() for info in known.values()) != current.reduce_groups[over]:
+        return []
+    return [info for info in state.infos if info.id not in known]
