@@ -88,7 +88,8 @@ def loss_by_loss(target: Aim, objective: str, data: StepData, measured: list[Hel
             replace(target, expected=target.filled(own)), remarks=[f"the losses at {lines} {inferred} (inferred)"]
         )
     scaled = {key: own[key] * Fraction(shares[place]) for place, keys in losses.items() for key in keys}
-    if take_turns and not (whole and fits(measured, target.contributions, target.filled(scaled))):
+    each = whole or (_unseen(counted) and _each_pass_whole(losses, shares))
+    if take_turns and not (each and fits(measured, target.contributions, target.filled(scaled))):
         return OwnMeans(target)  # halves are parts of one loss; beside what else is wrong less is assumed
     shown = " and ".join(f"x {share:.4g}" for share in shares.values())
     apart = "in passes that train parameters of their own" if in_a_loop else "one by one"
@@ -121,10 +122,24 @@ def _all_weigh(
 
 def _as_many_as_passes(losses: Mapping[Place, Iterable[ContributionKey]], shares: Mapping[Place, float]) -> str:
     """What a weight says, in words, that is the number of a loss's passes for each of them; "" where it is not."""
-    passes = {place: max(Counter(key[0] for key in keys).values()) for place, keys in losses.items()}
+    passes = _num_passes(losses)
     if not all(num > 1 and abs(shares[place] - num) <= SAME * num for place, num in passes.items()):
         return ""
     return ", as many as each has passes, which a forgotten division would leave"
+
+
+def _num_passes(losses: Mapping[Place, Iterable[ContributionKey]]) -> dict[Place, int]:
+    return {place: max(Counter(key[0] for key in keys).values()) for place, keys in losses.items()}
+
+
+def _each_pass_whole(losses: Mapping[Place, Iterable[ContributionKey]], shares: Mapping[Place, float]) -> bool:
+    """Whether each pass of these losses weighs as a mean of its own, which nobody divides by their number."""
+    return all(abs(shares[place] - num) <= SAME * num for place, num in _num_passes(losses).items())
+
+
+def _unseen(counted: Mapping[ContributionKey, Contribution]) -> bool:
+    """Whether no labels were seen, which could tell whether passes are of one batch."""
+    return all(one.label_hash is None for one in counted.values())
 
 
 def _are_one(
@@ -255,7 +270,8 @@ def _take_turns(
 ) -> bool:
     """Whether the passes of several losses, one in each and as many of each, have lines of their own and are reduced
     alike (a batch and one that is replayed): of two branches of an accumulation loop, one has a pass alone and
-    reduces, or both have one line for the loss or its backward."""
+    reduces, or both have one line for the loss or its backward. Where no labels were seen, all passes may be of one
+    batch (a network, and then its parts by what it predicted), and one loss may have more of them."""
     numbers = [Counter(key[0] for key in keys) for keys in losses.values()]
     slots = {(one.loss_rank, *key[1:]) for key, one in counted.items()}
     reduced = {
@@ -266,7 +282,8 @@ def _take_turns(
     }
     apart = all("" not in lines and len(set(lines)) == len(losses) for lines in zip(*losses, strict=True))
     alone = all(one.num_losses == 1 for one in counted.values())
-    return apart and alone and len(reduced) == 1 and all(number == numbers[0] for number in numbers)
+    as_often = all(number == numbers[0] for number in numbers)
+    return apart and alone and len(reduced) == 1 and (as_often or _unseen(counted))
 
 
 def usual(

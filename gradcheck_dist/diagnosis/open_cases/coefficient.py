@@ -13,6 +13,7 @@ from gradcheck_dist.diagnosis.weights.degrees import is_of_degrees, same
 from gradcheck_dist.diagnosis.weights.loops import one_loop
 from gradcheck_dist.events import AmpUnscale, Loss, LossGradient
 from gradcheck_dist.ledger.contributions import Contribution, Contributions, losses_of_rank
+from gradcheck_dist.ledger.discarded import tell_batches
 from gradcheck_dist.ledger.tracks import StepData
 
 SOFT_TARGETS = "log_softmax"
@@ -75,6 +76,8 @@ def _may_be_meant(case: Case, data: StepData) -> bool:
         return not _adds_up_means(case, data) or _by_temperature(case, data)
     if _added(case) or _before_each(case) or _labels_alone(case) or _between_passes(case, data):
         return True
+    if _of_contrasts(case):
+        return True
     return _beside_others(case, data) or bool(_counted_as_one(case, data))
 
 
@@ -95,6 +98,16 @@ def _between_passes(case: Case, data: StepData) -> bool:
         if not uncounted - counted.by_key.keys():
             return False
     return bool(counted.coordinate)
+
+
+def _of_contrasts(case: Case) -> bool:
+    """Whether a factor is a number that people write and none of passes and ranks, at losses whose labels are the same
+    numbers in every batch: each row picks its own column, and what is divided by a temperature is often multiplied by
+    it, or by twice it, again."""
+    counted = case.context.contributions
+    labels = [one.label_hash is not None and not tell_batches(one) for one in counted.by_key.values()]
+    factor = case.pattern.factor
+    return bool(labels) and all(labels) and is_round(factor) and not is_of_degrees(factor, counted)
 
 
 def _adds_up_means(case: Case, data: StepData) -> bool:
