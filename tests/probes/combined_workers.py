@@ -389,7 +389,10 @@ def hook_of_shared(fault: str) -> None:
     def reduce(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         over(bucket.parameters(), data_group)
         shared = [p for p in bucket.parameters() if p.shape != (4, WIDTH) or fault == "parts_summed"]
-        if fault != "shared_left_out":
+        for p in shared if fault == "one by one" else ():
+            assert p.grad is not None
+            dist.all_reduce(p.grad, group=sequence_group)
+        if fault not in ("shared_left_out", "one by one"):
             over(shared, sequence_group)
         done: torch.futures.Future[Tensor] = torch.futures.Future()
         done.set_result(bucket.buffer().mul_(2) if fault == "doubled_in_hook" else bucket.buffer())

@@ -88,6 +88,11 @@ def test_a_fault_is_one_finding_on_all_ranks(
     assert not at_line or event.line == line_of(fault)
 
 
+def test_a_hook_may_reduce_what_ranks_share_one_by_one(tmp_path: Path) -> None:
+    report = trained("hook_of_shared", "one by one", tmp_path)
+    assert (report.verdict, report.findings) == ("clean", [])
+
+
 def test_two_divisions_that_stand_in_the_program_are_two_lines(tmp_path: Path) -> None:
     report = trained("flat", "divided_twice", tmp_path)
     assert [(one.code, one.factor.exact) for one in report.findings] == [("GS101", "1/4")] * 2

@@ -172,7 +172,7 @@ class BackwardPass:
         self.accumulated: set[int] = set()  # wrappers with a parameter whose AccumulateGrad ran
         self.reduce_ops: set[str] = set()  # collectives that a user's communication hook called
         self.reduce_groups: dict[tuple[int, ...], int] = {}  # over these ranks, so many elements
-        self.reduced_over: dict[tuple[int, ...], dict[int, ParamInfo]] = {}  # of which flat copies held these
+        self.reduced_over: dict[tuple[int, ...], dict[int, ParamInfo]] = {}  # whose gradients these are
         self.by_hand: set[int] = set()  # parameters whose gradient a hook of the user's reduced in this pass
         self.sharding: dict[int, tuple[ParamInfo, int]] = {}  # what FSDP reduces now: parameter, seq of its Reduce
         self.on_its_way: Place | None = None  # what FSDP has reduced and hands to a hook, before it is a gradient

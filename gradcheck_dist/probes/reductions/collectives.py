@@ -10,7 +10,7 @@ import functools
 import inspect
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ from gradcheck_dist.probes.parameters.places import Place
 from gradcheck_dist.probes.parameters.regions import Region, in_memory, main_grad_of
 from gradcheck_dist.probes.parameters.registry import ParamInfo
 from gradcheck_dist.probes.recording.patching import Patches
-from gradcheck_dist.probes.recording.recorder import Recorder, guarded
+from gradcheck_dist.probes.recording.recorder import BackwardPass, Recorder, guarded
 from gradcheck_dist.probes.recording.sites import caller_site
 from gradcheck_dist.probes.reductions import coalesced as coalescing
 from gradcheck_dist.probes.reductions.awaited import Awaited
@@ -265,6 +265,17 @@ def note_hook(recorder: Recorder, op: Any, group: Any, tensor: Tensor) -> None:
         current.reduce_ops.add(op_name(op))
         ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
         current.reduce_groups[ranks] = current.reduce_groups.get(ranks, 0) + tensor.numel()
+        if all(ranks != state.group for state in recorder.ddp_states.values()):
+            found = recorder.places.overlapping(tensor, current.touched.values())
+            regions = [region for held, _ in found for region in held]
+            if not regions and tensor.dim() > 1:  # `before_manual` looks for flat copies
+                regions = recorder.places.by_value.regions(tensor)
+            _note(current, ranks, regions)
+
+
+def _note(current: BackwardPass, ranks: tuple[int, ...], regions: Iterable[Region]) -> None:
+    """A hook reduces these gradients over these ranks."""
+    current.reduced_over.setdefault(ranks, {}).update({region.info.id: region.info for region in regions})
 
 
 def _of_activations() -> bool:
@@ -351,7 +362,7 @@ def before_manual(
         scattered = len(how[2]) if impl == "reduce_scatter" and root is None else 1
         found = recorder.places.by_value.regions(local, stacked=in_a_step, scattered=scattered)
         if current is not None and any(region.info.managed_by is not None for region in found):
-            current.reduced_over.setdefault(how[2], {}).update({region.info.id: region.info for region in found})
+            _note(current, how[2], found)
             return None
         by_param: dict[int, list[Region]] = {}
         for region in found:
