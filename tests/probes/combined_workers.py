@@ -481,6 +481,42 @@ def hook_beside_activations(fault: str) -> None:
         optimizer.zero_grad()
 
 
+class Whole(nn.Module):
+    """A layer that ranks with parts of a row all compute on the whole of it: backward sums their parts of its gradient."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.group, self.wide = group, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole = Row.apply(x.sum(1, keepdim=True), self.group) / 8
+        return x + Column.apply(torch.tanh(self.wide(whole)), self.group)
+
+
+def whole_on_parts(fault: str) -> None:
+    """Data ranks, of which each row is split between two: a layer's gradient is whole on both, and is reduced over the
+    former alone; the others' are summed over the latter, too."""
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
+    data_group, sequence_group = mesh["dp"].get_group(), mesh["sp"].get_group()
+    own = slice(4 * (rank % 2), 4 * (rank % 2) + 4)
+    model = Model()
+    model.insert(2, Whole(sequence_group))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(STEPS):
+        x, y = batch(step, rank // 2)
+        tokens = count([(x, y)])
+        dist.all_reduce(tokens, group=data_group)
+        (token_sum(model(x[:, own]), y[:, own]) / tokens).backward()
+        for name, p in model.named_parameters():
+            if not ("wide" in name and fault == "not over data"):
+                dist.all_reduce(p.grad, group=data_group)
+            if "wide" not in name:
+                dist.all_reduce(p.grad, group=sequence_group)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 trainers: dict[str, Callable[[str], None]] = {
     "nodes": nodes,
     "flat": flat,
@@ -494,4 +530,5 @@ trainers: dict[str, Callable[[str], None]] = {
     "hook_over_nodes": hook_over_nodes,
     "hook_of_shared": hook_of_shared,
     "hook_beside_activations": hook_beside_activations,
+    "whole_on_parts": whole_on_parts,
 }

@@ -29,7 +29,7 @@ RANKS = {
 
 def trained(trainer: str, fault: str, tmp_path: Path) -> Report:
     warm_up()
-    launch("combined_workers:run", (trainer, fault, str(tmp_path / "run")), RANKS[trainer], timeout_s=100)
+    launch("combined_workers:run", (trainer, fault, str(tmp_path / "run")), RANKS.get(trainer, 4), timeout_s=100)
     return diagnose(read_run(tmp_path / "run"))
 
 
@@ -91,6 +91,15 @@ def test_a_fault_is_one_finding_on_all_ranks(
 def test_a_hook_may_reduce_what_ranks_share_one_by_one(tmp_path: Path) -> None:
     report = trained("hook_of_shared", "one by one", tmp_path)
     assert (report.verdict, report.findings) == ("clean", [])
+
+
+@pytest.mark.parametrize(("fault", "codes"), [("", []), ("not over data", ["GS103"])])
+def test_what_is_whole_on_parts_lacks_no_sum_over_them_beside_data_ranks(
+    fault: str, codes: list[str], tmp_path: Path
+) -> None:
+    report = trained("whole_on_parts", fault, tmp_path)
+    assert [finding.code for finding in report.findings] == codes
+    assert bool(codes) or any("without any reduction over them" in reason for reason in report.reasons)
 
 
 def test_two_divisions_that_stand_in_the_program_are_two_lines(tmp_path: Path) -> None:

@@ -15,14 +15,16 @@ from typing import NamedTuple
 
 from gradcheck_dist.diagnosis.audits.exchanges import are_parts
 from gradcheck_dist.diagnosis.audits.whole_shares import UNDOES
+from gradcheck_dist.diagnosis.causes.alone import is_alone
 from gradcheck_dist.diagnosis.causes.case import Case
+from gradcheck_dist.diagnosis.weights.cells import Held
 from gradcheck_dist.diagnosis.words import in_short
-from gradcheck_dist.events import Exchange
+from gradcheck_dist.events import Exchange, Reduce
 from gradcheck_dist.ledger.contributions import Contributions
 from gradcheck_dist.ledger.exchanges import COPY, SLICE, SUM, Passed, passed
 from gradcheck_dist.ledger.repeated_batches import reduced_over, same_gradients
 from gradcheck_dist.ledger.strangers import OTHER_LOSS, copies, loss_values
-from gradcheck_dist.ledger.tracks import ParamKey, StepData
+from gradcheck_dist.ledger.tracks import ParamKey, StepData, Track
 from gradcheck_dist.wording import numbered
 
 WHOLE_ON_EACH = "one process's gradient of it tells"
@@ -61,40 +63,68 @@ def whole_is_counted_once(case: Case, data: StepData) -> str | None:
 def leave_whole_open(cases: Iterable[Case], data: StepData) -> tuple[list[Case], list[str]]:
     """The cases without the gradients that lack a reduction and are whole on each rank, and why these are left open."""
     left: list[Case] = []
-    names: dict[tuple[int, ...], set[str]] = defaultdict(set)
+    names: dict[tuple[tuple[int, ...], str], set[str]] = defaultdict(set)
     for case in cases:
-        found = _whole_on(case, data) if case.culprit.absent and not case.terms else {}
-        for (_, name), ranks in found.items():
-            names[ranks].add(name)
+        lacking = case.culprit.absent or is_alone(case.event)
+        found = _whole_on(case, data) if lacking and not case.terms else {}
+        for key, ranks in found.items():
+            without = "over them" if any(len(group) > 1 for group in _reduced_over(data, key)) else ""
+            names[ranks, without].add(key[1])
         if (rest := case.without(found)) is not None:
             left.append(rest)
     return left, [
-        f"the gradient of {in_short(sorted(of_ranks))} is the same on {numbered('rank', ranks)} without any reduction, "
+        f"the gradient of {in_short(sorted(of_ranks))} is the same on {numbered('rank', ranks)} without any reduction"
+        f"{f' {without}' if without else ''}, "
         "and these have losses of their own: backward combined all ranks' parts of it. Nothing is missing if that was "
         f"their sum, and a factor of {len(ranks)} is if it divided that by the ranks; {WHOLE_ON_EACH}"
-        for ranks, of_ranks in names.items()
+        for (ranks, without), of_ranks in names.items()
     ]
+
+
+def _reduced_over(data: StepData, key: ParamKey) -> set[tuple[int, ...]]:
+    """The groups over which a parameter's gradient is reduced."""
+    return {
+        event.group
+        for rank, track in data.tracks.get(key, {}).items()
+        for event in data.events[rank]
+        if isinstance(event, Reduce) and track.param.id in data.params_of(rank, event.params)
+    }
 
 
 def _whole_on(case: Case, data: StepData) -> dict[ParamKey, tuple[int, ...]]:
     """The parameters of which all ranks that exchange activations, each with a loss of its own, hold copies and got one
-    gradient in every pass; and these ranks."""
+    gradient in every pass; and these ranks. Of several groups of them (beside data-parallel ranks) the first, where no
+    rank lacks all of one group."""
     place = case.context.contributions.coordinate
     exchanges = list(passed(data.events))
+    groups = [
+        ranks
+        for ranks in sorted({tuple(sorted(one.ranks)) for one in exchanges if len(one.ranks) > 1})
+        if len({place.get(rank, rank) for rank in ranks}) == len(ranks)
+        and (
+            _losses_differ(data, ranks, exchanges)
+            or any(one.ranks == ranks and one.forward == SUM for one in exchanges)
+        )
+    ]
     found: dict[ParamKey, tuple[int, ...]] = {}
-    for ranks in sorted({tuple(sorted(one.ranks)) for one in exchanges if len(one.ranks) > 1}):
-        first, *others = ranks
-        apart = len({place.get(rank, rank) for rank in ranks}) == len(ranks)
-        if not apart or not _losses_differ(data, ranks, exchanges):
-            continue
-        for key in {held.param for held in case.held if held.rank in ranks}:
-            of_rank = data.tracks.get(key, {})
-            alike = (
-                copies(of_rank, first, other) and same_gradients(of_rank[first], of_rank[other]) for other in others
-            )
-            if of_rank.keys() <= set(ranks) and all(alike):
-                found[key] = ranks
+    for key in {held.param for held in case.held}:
+        of_rank = data.tracks.get(key, {})
+        whole = [ranks for ranks in groups if set(ranks) <= of_rank.keys() and _are_alike(of_rank, ranks)]
+        told = of_rank.keys() <= {rank for ranks in whole for rank in ranks}
+        lacked = [_lacked(held) for held in case.held if held.param == key]
+        if told and not any({place.get(rank, rank) for rank in ranks} <= gone for ranks in whole for gone in lacked):
+            found[key] = whole[0]
     return found
+
+
+def _are_alike(of_rank: dict[int, Track], ranks: tuple[int, ...]) -> bool:
+    first, *others = ranks
+    return all(copies(of_rank, first, other) and same_gradients(of_rank[first], of_rank[other]) for other in others)
+
+
+def _lacked(held: Held) -> set[int]:
+    """The data ranks of which nothing is in a gradient."""
+    return {cell.key[0] for cell in held.cells if abs(cell.ratio) <= max(cell.margin, UNDOES)}
 
 
 def whole_for_each(data: StepData, contributions: Contributions) -> list[str]:
