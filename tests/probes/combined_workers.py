@@ -482,7 +482,7 @@ def hook_beside_activations(fault: str) -> None:
 
 
 class Whole(nn.Module):
-    """A layer that ranks with parts of a row all compute on the whole of it: backward sums their parts of its gradient."""
+    """A layer that ranks with parts of a row all compute on the whole of it; backward sums their parts."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()
