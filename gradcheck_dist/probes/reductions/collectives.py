@@ -261,11 +261,12 @@ def before_list(
 @guarded("collectives")
 def note_hook(recorder: Recorder, op: Any, group: Any, tensor: Tensor) -> None:
     current = recorder.current
-    if current is not None and _takes_part(group) and not _of_activations():
+    if current is not None and isinstance(tensor, Tensor) and _takes_part(group) and not _of_activations():
         current.reduce_ops.add(op_name(op))
         ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
         current.reduce_groups[ranks] = current.reduce_groups.get(ranks, 0) + tensor.numel()
-        if all(ranks != state.group for state in recorder.ddp_states.values()):
+        wrappers = {state.group for state in recorder.ddp_states.values()}
+        if wrappers and ranks not in wrappers:
             found = recorder.places.overlapping(tensor, current.touched.values())
             regions = [region for held, _ in found for region in held]
             if not regions and tensor.dim() > 1:  # `before_manual` looks for flat copies
