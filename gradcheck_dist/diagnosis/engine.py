@@ -24,6 +24,7 @@ from gradcheck_dist.diagnosis.steps.changed_in import NO_COMBINATION
 from gradcheck_dist.diagnosis.steps.computed_behind import leave_computed_open
 from gradcheck_dist.diagnosis.steps.drift import leave_drift, leave_drift_between_open
 from gradcheck_dist.diagnosis.steps.earlier_gradients import tell_earlier_gradients
+from gradcheck_dist.diagnosis.steps.fixed_lengths import leave_fixed_lengths_open
 from gradcheck_dist.diagnosis.steps.hand_clip import settle
 from gradcheck_dist.diagnosis.steps.handmade import weigh
 from gradcheck_dist.diagnosis.steps.kept_apart import leave_tasks_open
@@ -129,6 +130,7 @@ def conclude(
     leave_computed_open(verdicts)
     leave_statistics_open(verdicts)
     leave_empty_open(verdicts)
+    leave_fixed_lengths_open(verdicts)
     tell_other_counts(verdicts)
     tell_windows(verdicts)
     tell_one_law(verdicts)

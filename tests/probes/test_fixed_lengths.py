@@ -1,0 +1,58 @@
+"""One length for each sequence, by which sums over tokens are divided: meant where it is longer than any row."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from one_process import judged
+from probe_workers import Net
+
+from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.probes import attach
+
+ROW = 10
+"""Labels of a row; sequences have some of them, and one of every step all."""
+LENGTHS = ((10, 3), (2, 10, 5), (10, 10))
+
+
+def trained(folder: Path, length: int, *, objective: str | None = None, steps: int = 3, equal: bool = False) -> Report:
+    """Sums over tokens, divided by a length for each sequence."""
+    generator = torch.Generator().manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with attach(folder / "run", objective=objective):
+        for lengths in LENGTHS[:steps]:
+            lengths = (ROW,) * len(lengths) if equal else lengths
+            tokens, labels = torch.randint(0, 20, (2, len(lengths), ROW), generator=generator)
+            for row, num in enumerate(lengths):
+                labels[row, num:] = -100
+            losses = F.cross_entropy(model(tokens).transpose(1, 2), labels, reduction="none", ignore_index=-100)
+            (losses.sum() / (length * len(lengths))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return judged(folder / "run")
+
+
+def test_a_length_longer_than_any_row_is_left_open_and_told(tmp_path: Path) -> None:
+    report = trained(tmp_path, 16)
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert "divided by 16 for each sequence, which is longer than any" in report.reasons[0]
+    assert "mark_loss(loss_sum / length, num_sequences)" in report.reasons[0]
+
+
+@pytest.mark.parametrize(
+    ("length", "how"),
+    [
+        (ROW, {}),  # padding
+        (ROW + 1, {}),  # labels before their shift
+        (16, {"objective": "global-token-mean"}),
+        (16, {"steps": 1}),
+        (16, {"equal": True}),  # any constant would do this
+    ],
+)
+def test_what_tells_of_no_such_length_is_found(tmp_path: Path, length: int, how: dict[str, object]) -> None:
+    (finding,) = trained(tmp_path, length, **how).findings  # type: ignore[arg-type]
+    assert finding.code == "GS303"
