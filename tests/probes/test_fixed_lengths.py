@@ -1,4 +1,4 @@
-"""One length for each sequence, by which sums over tokens are divided: meant where it is longer than any row."""
+"""One length for each sequence, by which sums over tokens are divided, in every step: it may be meant."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def trained(folder: Path, length: int, *, objective: str | None = None, steps: i
     return judged(folder / "run")
 
 
-def test_a_length_longer_than_any_row_is_left_open_and_told(tmp_path: Path) -> None:
+def test_a_length_that_is_no_row_s_is_left_open_and_told(tmp_path: Path) -> None:
     report = trained(tmp_path, 16)
     assert (report.verdict, report.findings) == ("undetermined", [])
-    assert "divided by 16 for each sequence, which is longer than any" in report.reasons[0]
+    assert "divided by 16 for each sequence, in every step" in report.reasons[0]
     assert "mark_loss(loss_sum / length, num_sequences)" in report.reasons[0]
 
 
@@ -48,6 +48,7 @@ def test_a_length_longer_than_any_row_is_left_open_and_told(tmp_path: Path) -> N
     [
         (ROW, {}),  # padding
         (ROW + 1, {}),  # labels before their shift
+        (2 * ROW, {}),  # padding, counted by two ranks
         (16, {"objective": "global-token-mean"}),
         (16, {"steps": 1}),
         (16, {"equal": True}),  # any constant would do this
