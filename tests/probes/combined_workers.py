@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from combined_layers import Parted, Whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -413,54 +413,13 @@ def hook_of_shared(fault: str) -> None:
         optimizer.zero_grad()
 
 
-class Column(torch.autograd.Function):
-    """What tensor-parallel ranks share, before each takes its own columns: backward sums."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        gradient = gradient.clone()
-        dist.all_reduce(gradient, group=ctx.group)
-        return gradient, None
-
-
-class Row(torch.autograd.Function):
-    """The sum of what tensor-parallel ranks computed of their rows."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        x = x.clone()
-        dist.all_reduce(x, group=group)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
-class Parted(nn.Module):
-    def __init__(self, part: int, group: dist.ProcessGroup) -> None:
-        super().__init__()
-        self.group, generator = group, torch.Generator().manual_seed(part)
-        self.up = nn.Parameter(torch.randn(10, WIDTH, generator=generator) / 3)
-        self.down = nn.Parameter(torch.randn(WIDTH, 10, generator=generator) / 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = torch.tanh(F.linear(Column.apply(x, self.group), self.up))
-        return x + Row.apply(F.linear(hidden, self.down), self.group)
-
-
 def hook_beside_activations(fault: str) -> None:
     """DDP over data ranks with a hook, around layers whose backward sums activations over tensor-parallel ranks."""
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     data_group, parts = mesh["dp"].get_group(), mesh["tp"].get_group()
     model = Model()
-    model.insert(2, Parted(rank % 2, parts))
+    model.insert(2, Parted(WIDTH, rank % 2, parts))
 
     def reduce(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         dist.all_reduce(bucket.buffer(), group=data_group)
@@ -481,18 +440,6 @@ def hook_beside_activations(fault: str) -> None:
         optimizer.zero_grad()
 
 
-class Whole(nn.Module):
-    """A layer that ranks with parts of a row all compute on the whole of it; backward sums their parts."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__()
-        self.group, self.wide = group, nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        whole = Row.apply(x.sum(1, keepdim=True), self.group) / 8
-        return x + Column.apply(torch.tanh(self.wide(whole)), self.group)
-
-
 def whole_on_parts(fault: str) -> None:
     """Data ranks, of which each row is split between two: a layer's gradient is whole on both, and is reduced over the
     former alone; the others' are summed over the latter, too."""
@@ -501,7 +448,7 @@ def whole_on_parts(fault: str) -> None:
     data_group, sequence_group = mesh["dp"].get_group(), mesh["sp"].get_group()
     own = slice(4 * (rank % 2), 4 * (rank % 2) + 4)
     model = Model()
-    model.insert(2, Whole(sequence_group))
+    model.insert(2, Whole(WIDTH, sequence_group))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(STEPS):
         x, y = batch(step, rank // 2)
