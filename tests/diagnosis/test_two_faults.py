@@ -94,9 +94,16 @@ def test_an_average_again_before_a_clip_by_hand_is_nobodys_fault() -> None:
     assert ended(world, with_norms=True).verdict == "clean"
 
 
-def test_clips_by_the_norms_of_copies_that_differ_lend_a_loud_rank_no_factor() -> None:
-    world = summed(1.0, loud=3.0)
-    all_reduce(world, ((0, 1),), LINE, names=["layers.0.weight", "norm.weight"])
+@pytest.mark.parametrize("averaged", [False, True])
+def test_clips_by_the_norms_of_copies_that_differ_lend_a_loud_rank_no_factor(averaged: bool) -> None:
+    """`averaged`: lines divide sums by all tokens before the reduction, and by the ranks behind it."""
+    reduced = ["layers.0.weight", "norm.weight"]
+    world = summed(48.0 if averaged else 1.0, loud=3.0, tokens=(12, 12))
+    if averaged:
+        multiplied(world, 2 / 48, LINE)
+    all_reduce(world, ((0, 1),), LINE + 1, names=reduced)
+    if averaged:
+        multiplied(world, 1 / 2, LINE + 2, reduced)
     clipped(world, 0.05)
     left_out, loud = sorted(ended(world, with_norms=True).findings, key=lambda finding: finding.code, reverse=True)
     assert (left_out.code, [*left_out.units]) == ("GS103", ["embed.weight"])

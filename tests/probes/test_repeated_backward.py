@@ -335,6 +335,42 @@ def test_passes_again_are_no_accumulation_steps_that_a_factor_could_be_made_of(t
     assert undivided.factor.expression == "accumulation_steps"
 
 
+def test_passes_again_bring_no_tokens_that_a_line_behind_should_divide_by(tmp_path: Path) -> None:
+    def first_twice_and_divided(model: nn.Sequential, losses: list[Tensor]) -> None:
+        for index, loss in enumerate(losses):
+            loss.backward(retain_graph=index == 0)
+            if index == 0:
+                loss.backward()
+        for param in model.parameters():
+            assert param.grad is not None
+            param.grad.div_(20)
+
+    found = {finding.code: finding for finding in train(tmp_path, first_twice_and_divided, divisor=1).findings}
+    assert sorted(found) == ["GS000", "GS403"]
+    assert f"{1 / sum(SIZES):.6g} = 1/num_tokens" in found["GS000"].fix
+
+
+def test_a_loss_of_several_terms_that_goes_backward_again_counts_once(tmp_path: Path) -> None:
+    """One that counts has a coefficient there, beside one that counts nothing."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with attach(tmp_path / "run", steps=range(2), objective="microbatch-mean"):
+        for _ in range(2):
+            for again in (True, False):
+                output = model(torch.randn(5, 8))
+                distance = F.mse_loss(output[:, :3], torch.randn(5, 3))
+                counted = F.cross_entropy(output[:, 3:], torch.randint(0, 5, (5,)))
+                loss = (distance + 0.3 * counted) / 2
+                if again:
+                    loss.backward(retain_graph=True)
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    (finding,) = diagnose_run(tmp_path / "run").findings
+    assert finding.code == "GS403"
+
+
 def test_what_goes_backward_again_and_is_emptied_counts_once(tmp_path: Path) -> None:
     def first_twice_and_emptied(model: nn.Sequential, losses: list[Tensor]) -> None:
         for index, loss in enumerate(losses):
