@@ -19,7 +19,8 @@ by parameter, a projection) is no finding; the factor must be a number of the pr
 
 ## Fix
 Look at the source lines of the two events that enclose the change: whatever runs between them changes the gradient.
-If the scaling is meant, declare the objective that it serves (`--objective`), or move it into the loss.
+If the scaling is meant, declare the objective that it serves (`--objective`), or move it into the loss. A line in the
+loop acts again on what earlier passes left: let it act once, behind the last.
 
 ## References
 - How the ledgers are made: ARCHITECTURE.md, "The idea".

@@ -20,8 +20,9 @@ happens, nobody is accused.
 
 ## Fix
 Make the last backward of the step reduce, for forward and backward alike; compute gradients through the wrapped
-module (not through `module.module` or torch.autograd.grad); do not list a trained parameter as ignored. Where lines of
-the program reduce, let them take every parameter, and run behind the last backward.
+module (not through `module.module` or torch.autograd.grad); do not list a trained parameter as ignored. Call backward()
+once behind each forward: DDP reduces in the first one alone. Where lines of the program reduce, let them take every
+parameter, and run behind the last backward.
 
 ## References
 - karpathy/build-nanogpt#30; modelscope/FunASR#3472; pytorch/pytorch#144530; transformers 4.46.2 (measured).
@@ -173,7 +174,7 @@ def _mended(case: Case, lacking: str | None, beside: Reduce | None) -> str:
     if beside and beside.site:
         return f"Reduce these parameters' gradients too, as {beside.site.short} does with the others."
     wrong = {cell.key for _, cell in case.cells if not cell.right}
-    if case.context.again and wrong <= case.context.again.keys():
+    if case.configured_at is not None and case.context.again and wrong <= case.context.again.keys():
         return (
             "Call backward() once behind each forward: a wrapper reduces in the first pass that goes backward from it, "
             "and this one differentiates its loss again."

@@ -7,6 +7,9 @@ of labels L_c of each microbatch, padding included, as `(loss_of_tokens * mask).
 length T_c, and losses that are means over their own n_c tokens before something that divides by all tokens, as behind
 sums, and means that are weighed by counts of more tokens than enter them (labels that were counted before their shift).
 
+One fixed length for each sequence, which is no row's, leaves the verdict open where several steps show it and nobody
+declared an objective: it may be meant (Dr. GRPO).
+
 ## Why it matters
 A constant factor is what Adam and clipping hide best. It moves the clip threshold, weight decay's and epsilon's share,
 and it changes whenever the number it is made of changes.
