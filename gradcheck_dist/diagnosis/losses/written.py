@@ -120,10 +120,12 @@ def _without(contributions: Contributions, losses: Sequence[LossOfPasses], *, of
     main = {key: gradient for key, (gradient, _) in losses[index].items()}
     number = 1.0 if same(numbers[index], 1) else numbers[index]
     by_key = {
-        key: replace(one, num_tokens=main[key].num_tokens if one.num_tokens != 0 else 0,  # else it brings none again
-                     weight=main[key].weight / number, spread=0.0)
+        key: replace(one, num_tokens=main[key].num_tokens, weight=main[key].weight / number, spread=0.0)
         for key, one in contributions.by_key.items()
-    }  # fmt: skip
+    }
+    by_key |= {
+        key: replace(by_key[key], num_tokens=0) for key, one in contributions.by_key.items() if one.num_tokens == 0
+    }
     unequal = len({one.num_tokens for one in main.values()}) > 1
     product = all(_is_product(one, number, contributions) for one in main.values())
     own = same(number, 1) or product or not is_of_degrees(number, contributions)

@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from gradcheck_dist.diagnosis.rules import gs303_wrong_normalizer as wrong_normalizer
+from gradcheck_dist.diagnosis.steps.other_steps import TOKENS_OF_OTHERS
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
 from gradcheck_dist.wording import numbered
 
 LONGER = 2
 """Tokens. A count of labels before their shift is longer than a sequence by one."""
-OF_OTHERS = " of step"
-"""In the name of what divides by the tokens of other steps (`tell_other_counts`)."""
 VAGUE = 0.1
 """Tokens. A length that is known no better is a whole number by chance."""
 
@@ -41,7 +40,7 @@ def leave_fixed_lengths_open(verdicts: Sequence[StepVerdict]) -> None:
     if not max(longest) <= length >= min(longest) + LONGER or any(one.row > length - LONGER for one in steps):
         return
     if any(length > row and length % row == 0 for row in rows) or all(
-        OF_OTHERS in (one.factor.expression or "") for one in found
+        (one.factor.expression or "").startswith(TOKENS_OF_OTHERS) for one in found
     ):
         return
     for verdict in verdicts:

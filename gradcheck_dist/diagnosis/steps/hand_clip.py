@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from gradcheck_dist.diagnosis.causes.case import Case
-from gradcheck_dist.diagnosis.causes.own_lines import Beside, beside_computed, is_divided
+from gradcheck_dist.diagnosis.causes.own_lines import beside_computed, is_divided
 from gradcheck_dist.diagnosis.causes.vocabulary import TOKENS, is_scale
 from gradcheck_dist.diagnosis.finding import Candidate, Finding
 from gradcheck_dist.diagnosis.norms.assumed import Assumed, Place, place_of
@@ -273,8 +273,10 @@ def clip_by_hand(cases: Sequence[Case], data: StepData, norms: StepNorms) -> Han
         factor, own = case.pattern.factor, case.culprit.factor or case.pattern.factor
         # Where the weights were off before it, the number may have put them right: tokens behind a clip of sums.
         right_before = len(cases) == 1 and abs(own / factor - 1) <= SAME
-        beside = beside_computed(data, case.culprit, case.held) if right_before else Beside()
-        last, left = beside.number, norm
+        quantities = None if right_before else case.context.quantities
+        beside = beside_computed(data, case.culprit, case.held, quantities)
+        last, known = (beside.number, 1.0) if right_before else (1.0, beside.number)
+        left = norm
         reason = ""
         if last != 1 and is_round(norm / last, tolerance):
             if abs(norm / last - 1) > tolerance or not is_round(norm, tolerance):
@@ -282,9 +284,6 @@ def clip_by_hand(cases: Sequence[Case], data: StepData, norms: StepNorms) -> Han
             elif is_of_degrees(last, case.context.contributions):  # else it is the norm of the clip
                 reason = _unit_or_clip(norm, last)
         unit = abs(norm - 1) <= tolerance
-        known = 1.0
-        if not right_before:
-            known = beside_computed(data, case.culprit, case.held, case.context.quantities).number
         if abs(norm / known - 1) <= tolerance or is_divided(data, case.culprit, case.held, 1 / norm):
             known = 1.0  # unit length times the norm that is meant
         if known != 1:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
 
 LOSS_RULE = "GS303"
+TOKENS_OF_OTHERS = "num_tokens/num_tokens of step"
+"""How the name begins of what divides by the tokens of other steps."""
 ALIKE = 1e-3
 """Relative; factors that somebody wrote lie further apart."""
 LEAST_STEPS = 3
@@ -260,7 +262,7 @@ def _windows(counts: Mapping[int, int | None], step: int) -> list[tuple[int, int
 
 def _name_window(finding: Finding, verdict: StepVerdict, first: int, last: int, count: int) -> None:
     tokens, passes = verdict.contributions.num_tokens or 0, verdict.context.num_accumulation
-    words = f"num_tokens/num_tokens of steps {first} to {last}"
+    words = f"{TOKENS_OF_OTHERS}s {first} to {last}"
     finding.factor = msgspec.structs.replace(
         finding.factor, expression=words, candidates=[Candidate(expression=words, value=tokens / count)]
     )
@@ -272,7 +274,7 @@ def _name_window(finding: Finding, verdict: StepVerdict, first: int, last: int, 
 
 
 def _name_count(finding: Finding, tokens: int, other: int, count: int) -> None:
-    words = f"num_tokens/num_tokens of step {other}"
+    words = f"{TOKENS_OF_OTHERS} {other}"
     finding.factor = msgspec.structs.replace(
         finding.factor, expression=words, candidates=[Candidate(expression=words, value=tokens / count)]
     )

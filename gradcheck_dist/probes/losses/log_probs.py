@@ -97,9 +97,8 @@ def gathered(recorder: Recorder, source: Tensor, picked: Tensor, labels: Tensor 
     if is_log_softmax(source):
         several = labels is not None and labels.dim() > 0 and labels.size(dim) > 1
         evaluated(recorder, picked, labels, "log_softmax gather", dim if several else None)
-    elif _is_negated(
-        source
-    ):  # found when backward begins, beside the rest of a smoothed loss, of which this is the line
+    elif _is_negated(source):
+        # It is found when backward begins, beside the rest of a smoothed loss, of which this is the line.
         node: Any = picked.grad_fn
         node.metadata[PICKED] = caller_site()
 
