@@ -97,7 +97,8 @@ class LossGradient(ReducedGradient, tag="loss_gradient"):
     weight made their classes, of other rows. `logits` numbers the logits that several losses of one pass compare, each
     with labels of its own. `class_scale`: of a loss that is known by the gradient of its logits z, the mean of the
     logarithm of what exp(z) is multiplied by there, which is one number on all ranks that hold a part of the classes;
-    where its own part does not tell the weight (no label lies there), the loss is of reduction "unknown".
+    where its own part does not tell the weight (no label lies there), the loss is of reduction "unknown". `num_picked`:
+    the largest losses are taken (topk, sort), so many of them, whether they have a label or not.
     """
 
     loss_id: int
@@ -126,6 +127,7 @@ class LossGradient(ReducedGradient, tag="loss_gradient"):
     part_of: Index | None = None
     class_scale: float | None = None
     logits: Index | None = None
+    num_picked: Count | None = None
 
 
 class LossTerm(ReducedGradient, tag="loss_term"):

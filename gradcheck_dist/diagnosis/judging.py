@@ -78,6 +78,7 @@ from gradcheck_dist.diagnosis.weights.few_elements import unlike_reads
 from gradcheck_dist.ledger.contributions import Contributions
 from gradcheck_dist.ledger.handed_on import changed_on_the_way, hands_on
 from gradcheck_dist.ledger.hooked import told_hooks
+from gradcheck_dist.ledger.largest import filled_up, told_picked
 from gradcheck_dist.ledger.loss_backwards import own_backwards, words_of
 from gradcheck_dist.ledger.mixed_labels import mixed_labels
 from gradcheck_dist.ledger.references import without_emptied, without_references
@@ -170,6 +171,11 @@ def _judge_as(run: Run, step: int, objective: str, objective_from: str, assumed:
         if summed.num_accused < verdict.num_accused:
             summed.summed = True
             return summed
+    if verdict.findings and any(filled_up(verdict.data)):
+        picked = read(Reading(picked=True))
+        if _unexplained_of(picked) < _unexplained_of(verdict):
+            picked.remarks.append(told_picked(verdict.data))
+            return picked
     if verdict.findings and not verdict.context.as_written:
         # Behind a clip by hand, which is known after the weights are judged, they are right by none as measured.
         for nr, _ in enumerate(as_written(verdict.contributions, verdict.data.events)):
@@ -177,6 +183,14 @@ def _judge_as(run: Run, step: int, objective: str, objective_from: str, assumed:
             if written.comes_out_right and not written.findings:
                 return written
     return verdict
+
+
+def _unexplained_of(verdict: StepVerdict) -> tuple[int, int, int, int]:
+    """How much a reading of a step leaves to be told: findings, those that no rule explains, those that are no one
+    factor, parameters."""
+    codes = [one.code for one in verdict.findings]
+    shapes = [shape.kind for one in verdict.findings if (shape := verdict.shape_of(one)) is not None]
+    return len(codes), codes.count(UNEXPLAINED), len(shapes) - shapes.count("uniform"), verdict.num_accused
 
 
 def _one_fault(handed: StepVerdict, own_losses: StepVerdict) -> bool:

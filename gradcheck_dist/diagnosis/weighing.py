@@ -55,6 +55,7 @@ from gradcheck_dist.ledger.discarded import without
 from gradcheck_dist.ledger.given_gradients import with_given_gradients
 from gradcheck_dist.ledger.handed_on import with_handed_on
 from gradcheck_dist.ledger.known_elsewhere import unlike_parts, with_weights_of_others
+from gradcheck_dist.ledger.largest import with_picked
 from gradcheck_dist.ledger.leaves import same_tokens
 from gradcheck_dist.ledger.looked_at import without_looks, without_losses_of
 from gradcheck_dist.ledger.loss_backwards import as_given
@@ -89,13 +90,15 @@ class Reading:
     """How what was recorded is read. `handed`: passes that hand on what earlier ones left have these passes' tokens.
     `terms`: the losses that a pass adds up are terms with coefficients. `summed`: ranks of one batch that may train on
     the sum of their losses do so. `written`: which reading of losses in a sum is taken. `mixed`: losses that
-    compare the same logits are one with mixed labels, also where their coefficients do not tell it."""
+    compare the same logits are one with mixed labels, also where their coefficients do not tell it. `picked`: of losses
+    whose largest are taken all that are taken count, also those without a label."""
 
     handed: bool = True
     terms: bool = False
     summed: bool = False
     written: int | None = None
     mixed: bool = False
+    picked: bool = False
 
 
 class Records(NamedTuple):
@@ -128,6 +131,7 @@ class Measurements:
             recorded = step_data(run, step)
             data = without_unwritten(with_chunks(without_looks(with_weights_of_others(recorded))))
             data = without_losses_of(data, assumed.aside) if assumed.aside else data
+            data = with_picked(data) if how.picked else data
             data = with_handed_on(data) if how.handed else data
             data = data if run.missing_ranks else with_given_gradients(data)
             data = as_given(data) if assumed.given else data

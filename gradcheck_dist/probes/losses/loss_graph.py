@@ -37,6 +37,8 @@ CURVED = {
     *("SoftplusBackward", "LogSigmoidBackward", "SoftmaxBackward", "LogSoftmaxBackward", "LogsumexpBackward"),
 }
 """Between a loss and the root: what such a node passes on depends on the loss itself."""
+LARGEST = {"TopkBackward", "SortBackward"}
+"""What takes the largest of a tensor's elements: hard examples."""
 PRODUCTS = {"MulBackward", "DivBackward"}
 FACTORS = {*PRODUCTS, "NegBackward"}
 """What multiplies by a number, where one operand alone has a gradient."""
@@ -56,12 +58,14 @@ class End(Enum):
 
 
 class Found:
-    """What the graph behind a root shows. `picks` are elements taken by an index, with the node that they are from."""
+    """What the graph behind a root shows. `picks` are elements taken by an index, with the node that they are from,
+    `largest` the nodes that take the largest ones."""
 
     def __init__(self) -> None:
         self.known: list[Any] = []  # recorded already
         self.cross_entropies: list[Any] = []
         self.picks: list[tuple[Any, Any]] = []
+        self.largest: list[Any] = []
         self.log_softmaxes: list[Any] = []
         self.labelled: list[Any] = []
         self.logsumexp_inputs: set[Any] = set()
@@ -128,6 +132,8 @@ def search(roots: Sequence[Root]) -> Found:
             if name in CURVED:
                 descend(node)
         elif name not in MODEL:
+            if name in LARGEST:
+                found.largest.append(node)
             descend(node)
     return found
 

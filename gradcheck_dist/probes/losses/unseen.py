@@ -33,6 +33,7 @@ from gradcheck_dist.probes.losses.loss_graph import (
     search,
 )
 from gradcheck_dist.probes.losses.loss_terms import emit_term, uncounted_terms, watch_terms
+from gradcheck_dist.probes.losses.reductions import leads_to
 from gradcheck_dist.probes.losses.same_logits import on_same_logits
 from gradcheck_dist.probes.parameters.stand_ins import is_host
 from gradcheck_dist.probes.recording.deferred import number
@@ -90,6 +91,9 @@ def look(
     if len(ids) > 1:
         current.part_of = heads.parts_of_one(ids) if recorder.sampling else {}
         current.logits = on_same_logits(ids)
+    for node in found.largest if recorder.sampling else ():
+        if (loss := leads_to((node, 0), ids)) is not None:
+            _hook(recorder, node, functools.partial(_count_picked, current, ids[loss]))
     soft, own = found.log_softmaxes, list[Any]()
     if not (found.known or found.cross_entropies or picks) and len(soft) == 1 and not found.others:
         own.append(soft[-1])
@@ -116,6 +120,12 @@ def look(
         counts_nothing = not (found.known or found.cross_entropies or picks)
         if counts_nothing or not current.other_losses:
             _tell_value(recorder, current, roots[0])
+
+
+def _count_picked(current: BackwardPass, loss_id: int, grad: Tensor) -> None:
+    """Count the elements of a loss that are among its largest, and that enter what follows."""
+    here = (getattr(grad, "_local_tensor", grad) != 0).sum()
+    current.picked[loss_id] = current.picked[loss_id] + here if loss_id in current.picked else here
 
 
 def _is_loss(recorder: Recorder, root: Root, has_gradient: bool) -> bool:

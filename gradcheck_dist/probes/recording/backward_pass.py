@@ -128,6 +128,7 @@ class BackwardPass:
         "onto_itself",
         "other_losses",
         "part_of",
+        "picked",
         "reduce_groups",
         "reduce_ops",
         "reduced",
@@ -187,6 +188,7 @@ class BackwardPass:
         self.first_of_forward: int | None = None  # the number of the first pass that differentiated the same forward
         self.other_losses = 0  # losses in the graph besides the recorded ones
         self.part_of: dict[int, int] = {}  # by loss: of which larger one, where it is a part of one
+        self.picked: dict[int, Tensor] = {}  # by loss: how many of its largest elements count, 0-d
         self.logits: dict[int, int] = {}  # by loss: which logits, where other losses compare them, too
         self.arrived: set[int] = set()  # losses that got their gradient
         self.direct: set[int] = set()  # losses that the roots are computed from, by way of no other loss
@@ -214,7 +216,8 @@ class BackwardPass:
     def told_of_sum(self, loss_id: int) -> dict[str, Any]:
         """Fields of a LossGradient: what stands before a loss in a sum of several, and before all of these together,
         what it is a part of and what it shares with others."""
-        numbered = {"part_of": self.part_of, "logits": self.logits}
+        numbered: dict[str, dict[int, Any]]
+        numbered = {"part_of": self.part_of, "logits": self.logits, "num_picked": self.picked}
         part = {name: of_losses[loss_id] for name, of_losses in numbered.items() if loss_id in of_losses}
         own = [one for known, one in self.before if known == loss_id]
         if len(own) != 1:
