@@ -391,10 +391,11 @@ def _judged_again(verdict: StepVerdict, measured: list[Held], target: Aim) -> li
 
 def _not_to_come(cases: list[Case], held: list[Held]) -> list[Case]:
     """What is wrong whatever still had to come before an optimizer that never came. Where no weight is right, the
-    number of tokens may be wrong: ranks that broke off in the middle of a step leave some of its passes out."""
-    nowhere_right = not any(cell.right for one in held for cell in one.cells)
+    number of tokens may be wrong: ranks that broke off in the middle of a step leave some of its passes out. Of a rank
+    whose weights are all wrong a line that divides them may lie ahead, which others have behind them."""
+    right = {one.rank for one in held if any(cell.right for cell in one.cells)}
     for case in cases:
-        case.everywhere = case.everywhere or nowhere_right
+        case.everywhere = case.everywhere or right.isdisjoint(one.rank for one in case.held)
     return [case for case in cases if not (case.culprit.absent or case.culprit.is_open)]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from held_back import hold_back
-from simulator import OptimizerStep, Trainer, World
+from simulator import Hand, OptimizerStep, Trainer, World
 
 from gradcheck_dist.diagnosis.engine import diagnose
 
@@ -22,3 +22,12 @@ def test_what_is_wrong_beside_right_weights_is_told_without_an_optimizer() -> No
     trainer = Trainer(root=lambda key, tokens: 1 / sum(tokens.values()), op="sum", own_divide=(("norm.weight", 2.0),))
     (finding,) = diagnose(hold_back(World(trainer, 1).run(), OptimizerStep)).findings
     assert (finding.code, finding.num_parameters) == ("GS101", 1)
+
+
+def test_a_rank_that_broke_off_before_a_line_that_others_have_behind_them_is_not_accused() -> None:
+    """Two ranks' whole means are added up; a line divides them, which the second rank did not come to."""
+    divides = Hand("before_optimizer", 0.5, data_ranks=frozenset({0}))
+    trainer = Trainer(root=lambda key, tokens: 2 / sum(tokens.values()), op="sum", hands=(divides,))
+    report = diagnose(hold_back(World(trainer, 1).run(), OptimizerStep, ranks=[1]))
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert any("weights on rank 1 are x 2" in reason for reason in report.reasons), report.reasons

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from gradcheck_dist.events import Event, Samples
 from gradcheck_dist.trace.run import Run
 
 
-def hold_back(run: Run, kind: type[Event]) -> Run:
-    """Take every event of a kind out of a run, and the samples that hang on it."""
-    for trace in run.ranks.values():
+def hold_back(run: Run, kind: type[Event], ranks: Iterable[int] | None = None) -> Run:
+    """Take every event of a kind out of a run, and the samples that hang on it; of these ranks alone, where given."""
+    for trace in [run.ranks[rank] for rank in run.ranks if ranks is None or rank in ranks]:
         gone = {event.seq for event in trace.events if isinstance(event, kind)}
         trace.events = [event for event in trace.events if not isinstance(event, kind)]
         trace.samples = [_without(trace.plans, samples, gone) for samples in trace.samples]

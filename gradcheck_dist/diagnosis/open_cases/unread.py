@@ -7,6 +7,7 @@ from gradcheck_dist.diagnosis.open_cases.inside_step import is_own_alone
 from gradcheck_dist.diagnosis.weights.cells import Held
 from gradcheck_dist.events import OWN_OPTIMIZER, OptimizerStep, Reduce, Replica
 from gradcheck_dist.ledger.tracks import ParamKey, StepData
+from gradcheck_dist.wording import numbered
 
 EXACT = 1e-6
 """Relative: how near a number that somebody wrote must be."""
@@ -30,9 +31,11 @@ def not_read_yet(case: Case, data: StepData) -> str | None:
             "torch.optim: whether it divides by that number as it updates parameters is not known. Divide the loss "
             "or .grad by it, and not the update, to have that judged"
         )
+    ranks = sorted({rank for held in case.held for rank in held.ranks})
+    on = "" if data.events.keys() <= {*ranks} else f" on {numbered('rank', ranks)}"
     return (
-        f"all weights are x {case.pattern.factor:.6g}{named} so far: whether more was to come before the optimizer is "
-        "not known"
+        f"all weights{on} are x {case.pattern.factor:.6g}{named} so far: whether more was to come before the "
+        "optimizer is not known"
     )
 
 

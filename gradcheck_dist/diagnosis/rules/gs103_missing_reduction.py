@@ -47,7 +47,7 @@ from gradcheck_dist.diagnosis.finding import Factor
 from gradcheck_dist.diagnosis.open_cases.parted_heads import undoing_gathers
 from gradcheck_dist.diagnosis.weights.cells import Cell, Held
 from gradcheck_dist.diagnosis.weights.context import StepContext
-from gradcheck_dist.events import AFTER, BEFORE, DATA_PARALLEL, Backward, Event, OptimizerStep, Reduce
+from gradcheck_dist.events import AFTER, BEFORE, DATA_PARALLEL, OWN_OPTIMIZER, Backward, Event, OptimizerStep, Reduce
 from gradcheck_dist.ledger.reductions import is_partial
 from gradcheck_dist.ledger.tracks import ParamKey, Track
 from gradcheck_dist.wording import numbered, plural
@@ -351,6 +351,8 @@ def _left_to_one(facts: StepFacts) -> Iterator[Remark]:
             last = mine[-2]
             if not isinstance(last, Reduce) or last.root in (None, rank):
                 continue
+            if step.optimizer == OWN_OPTIMIZER and not facts.data.complete:
+                continue  # whether the root was going to send the parameter is not known
             left, read = _values(track, last.seq, AFTER), _values(track, step.seq, BEFORE)
             if left is not None and read is not None and read.any() and np.array_equal(left, read):
                 found[key] = rank
