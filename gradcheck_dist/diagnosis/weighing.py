@@ -62,6 +62,7 @@ from gradcheck_dist.ledger.loss_backwards import as_given
 from gradcheck_dist.ledger.lost import lost
 from gradcheck_dist.ledger.mixed_labels import MixedLabels, mixed_labels
 from gradcheck_dist.ledger.picked_losses import picked_apart
+from gradcheck_dist.ledger.sent_parameters import without_sent
 from gradcheck_dist.ledger.several_terms import Terms, several_terms
 from gradcheck_dist.ledger.strangers import strangers
 from gradcheck_dist.ledger.summed_losses import summed_losses
@@ -129,7 +130,7 @@ class Measurements:
         alike = _alike(assumed, how)
         if alike not in self.records:
             recorded = step_data(run, step)
-            data = without_unwritten(with_chunks(without_looks(with_weights_of_others(recorded))))
+            data = without_sent(without_unwritten(with_chunks(without_looks(with_weights_of_others(recorded)))))
             data = without_losses_of(data, assumed.aside) if assumed.aside else data
             data = with_picked(data) if how.picked else data
             data = with_handed_on(data) if how.handed else data
