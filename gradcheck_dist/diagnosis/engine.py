@@ -8,6 +8,7 @@ from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.diagnosis.judged_alone import judge_alone
 from gradcheck_dist.diagnosis.losses.coefficients import leave_coefficients_open
 from gradcheck_dist.diagnosis.losses.inferred_terms import tell_terms
+from gradcheck_dist.diagnosis.losses.loud_ranks import leave_loud_open
 from gradcheck_dist.diagnosis.losses.samples import with_lengths
 from gradcheck_dist.diagnosis.losses.terms_apart import leave_terms_open
 from gradcheck_dist.diagnosis.losses.weighted_tokens import leave_weighted_open
@@ -124,6 +125,7 @@ def conclude(
     lay_to_passes(verdicts)
     tell_by_other_steps(verdicts)
     leave_weighted_open(verdicts)
+    leave_loud_open(verdicts)
     leave_coefficients_open(verdicts)
     leave_terms_open(verdicts)
     leave_schedules_open(verdicts)

@@ -51,6 +51,19 @@ def train(divided_by: str, run_dir: str) -> None:
     dist.destroy_process_group()
 
 
+def train_loud(numbers: tuple[float, ...], run_dir: str, rows: tuple[int, int] = (8, 8)) -> None:
+    """Steps of two passes whose losses are means over so many rows; rank 1 multiplies its own by a number in each."""
+    rank, _, model, optimizer = begin()
+    with attach(run_dir):
+        for number in numbers:
+            for _ in range(2):
+                loss = F.mse_loss(model(torch.randn(rows[rank], 6)), torch.randn(rows[rank], 4)) / 2
+                (loss * number if rank == 1 else loss).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    dist.destroy_process_group()
+
+
 def train_padded(kept: tuple[int, int], run_dir: str) -> None:
     """One step; each rank's loss is a mean over all of its 8 rows, of which a mask keeps so many."""
     rank, _, model, optimizer = begin()

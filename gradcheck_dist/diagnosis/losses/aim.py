@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 
+from gradcheck_dist.diagnosis.losses.loud_ranks import LoudRanks
 from gradcheck_dist.diagnosis.losses.samples import DECLARED
 from gradcheck_dist.ledger.contributions import UNKNOWN, ContributionKey, Contributions
 from gradcheck_dist.objectives import DEFAULT_OBJECTIVE
@@ -21,7 +22,7 @@ class Aim:
     `shares`: by what passes weigh unlike, in words.
     `as_written`: several losses of a pass are judged by one, without what is written before it in their sum.
     `of_samples`: each contribution counts its sequences; `of_elements`: what its one mean or sum goes over,
-    `of_weighted`: tokens that weights of their own multiply.
+    `of_weighted`: tokens that weights of their own multiply. `loud`: ranks on which alone these weigh wrong.
     `again`: passes that bring no tokens, since their loss is differentiated again, and where these entered.
     `other`: what these weights leave open where nobody declared an objective, and what the one that was asks for."""
 
@@ -38,6 +39,7 @@ class Aim:
     of_samples: bool = False
     of_elements: bool = False
     of_weighted: bool = False
+    loud: LoudRanks | None = None
     again: Mapping[ContributionKey, ContributionKey] = field(default_factory=dict)
     other: tuple[str, dict[ContributionKey, Fraction]] | None = None
     reasons: list[str] = field(default_factory=list)

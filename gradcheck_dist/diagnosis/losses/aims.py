@@ -21,6 +21,7 @@ from gradcheck_dist.diagnosis.losses.aim import Aim
 from gradcheck_dist.diagnosis.losses.bare_means import added_means
 from gradcheck_dist.diagnosis.losses.class_weights import by_class_weights, tells
 from gradcheck_dist.diagnosis.losses.elements import MEANS, OF_WEIGHTED, Counted, by_elements, in_means, in_words
+from gradcheck_dist.diagnosis.losses.loud_ranks import loud_ranks
 from gradcheck_dist.diagnosis.losses.marked import marked_aside
 from gradcheck_dist.diagnosis.losses.parts import counted_once, parts_of_one_loss
 from gradcheck_dist.diagnosis.losses.repeated import repeats, replaced, weighing_or_gone
@@ -245,6 +246,11 @@ def _by_elements(
         return _of_elements(counted_by, words or "is one mean or sum")
     if (added := added_means(data, contributions, measured, judge)) is not None:
         return Aim(*added, dict.fromkeys(added[1], 1), of_means=True)
+    loud = loud_ranks(objective, data, contributions, measured, judge, asked)
+    if loud is not None and not marked_aside(data):
+        result = _of_elements(loud[0], words or "is one mean or sum")
+        result.loud = loud[1]
+        return result
     return None
 
 

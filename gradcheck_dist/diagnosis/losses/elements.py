@@ -66,7 +66,7 @@ def by_elements(
 ) -> Counted | None:
     """The contributions by what their losses go over, where that tells what each should weigh: all weights are right
     so, or the losses divide by what all of them go over. Right as means of passes or ranks only is left open."""
-    counts = [one for words in (*OF_WEIGHTED, *_OF_GRADIENT) if (one := _counted(contributions, words)) is not None]
+    counts = [one for words in (*OF_WEIGHTED, *_OF_GRADIENT) if (one := count_by(words, contributions)) is not None]
     for asked in dict.fromkeys((objective, *OPEN)):
         for one in counts:
             one.expected = expect(asked, one.tokens)
@@ -153,7 +153,8 @@ def _divides_by_all(one: Counted) -> bool:
     return alone and all(abs(weight - 1) <= SAME / num for weight in weights)
 
 
-def _counted(contributions: Contributions, words: str) -> Counted | None:
+def count_by(words: str, contributions: Contributions) -> Counted | None:
+    """The contributions by what their losses go over in one of these senses; None where that is not known of all."""
     if words in OF_WEIGHTED:
         return _weighted(contributions, words)
     by_key, degrees = contributions.by_key, degrees_of(contributions)
@@ -318,7 +319,7 @@ def weights_of_means(contributions: Contributions) -> dict[ContributionKey, floa
     if not all(c.gradient is not None and c.gradient.compares for c in contributions.by_key.values()):
         return {}
     for words in _OF_GRADIENT:
-        one = _counted(contributions, words)
+        one = count_by(words, contributions)
         if one is None or set(one.tokens.values()) <= degrees_of(contributions):
             continue
         weights = {key: (c.weight or 0.0) * (c.num_tokens or 0) for key, c in one.contributions.by_key.items()}
@@ -330,7 +331,7 @@ def weights_of_means(contributions: Contributions) -> dict[ContributionKey, floa
 def weights_of_passes(contributions: Contributions) -> list[dict[ContributionKey, float]]:
     """What each pass weighs as one mean over its entries, over its elements and over its rows, as far as each is known
     of all passes."""
-    counts = [one.contributions.by_key for words in _OF_GRADIENT if (one := _counted(contributions, words)) is not None]
+    counts = [one.contributions.by_key for words in _OF_GRADIENT if (one := count_by(words, contributions)) is not None]
     return [{key: (c.weight or 0.0) * (c.num_tokens or 0) for key, c in by_key.items()} for by_key in counts]
 
 
@@ -338,7 +339,7 @@ def counted_each(contributions: Contributions) -> list[Counted]:
     """The contributions by all that their losses may be said to go over: tokens, elements, rows, sequences."""
     tokens = {key: c.num_tokens or 0 for key, c in contributions.by_key.items()}
     of_tokens = Counted(contributions, {}, tokens, "tokens") if all(tokens.values()) else None
-    counts = [of_tokens, *(_counted(contributions, words) for words in (*OF_WEIGHTED, *_OF_GRADIENT))]
+    counts = [of_tokens, *(count_by(words, contributions) for words in (*OF_WEIGHTED, *_OF_GRADIENT))]
     return [one for one in counts if one is not None]
 
 
@@ -351,7 +352,7 @@ def in_words(contributions: Contributions, measured: list[Held], judge: Judge, e
     """By how much the weights differ from those of a mean, and whether by unlike numbers; "" where nothing tells. Of
     the mean over all elements where all weights differ by one number from that, else of the average of each pass's
     mean."""
-    counts = [_counted(contributions, words) for words in (*OF_WEIGHTED, "entries", "elements")]
+    counts = [count_by(words, contributions) for words in (*OF_WEIGHTED, "entries", "elements")]
     one = next((one for one in counts if one is not None), None)
     said = ""
     if one is None:

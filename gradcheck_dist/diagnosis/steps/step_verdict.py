@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from gradcheck_dist.diagnosis.causes.vocabulary import PASSES
 from gradcheck_dist.diagnosis.finding import Finding, FirstEvent, Unverified, Weight
+from gradcheck_dist.diagnosis.losses.loud_ranks import LoudRanks
 from gradcheck_dist.diagnosis.losses.terms_apart import TermWeights
 from gradcheck_dist.diagnosis.norms.assumed import Assumed, Place
 from gradcheck_dist.diagnosis.norms.consequence import consequence
@@ -138,8 +139,8 @@ class StepVerdict:
     `shapes` are those of the weights that findings concern, `made_of` what the names of their factors are made of.
     `looks`: by rank, passes that were only looked at, and beside which no other has tokens; `counted`: those that have
     tokens, where others that have none train beside them. `times`: what means over elements that count no tokens weigh,
-    in words, and `unlike`: whether by unlike numbers. `uncounted`: where those beside are, what they show, and whether
-    that leaves the step open.
+    in words, and `unlike`: whether by unlike numbers; `loud`: ranks on which alone these weigh wrong. `uncounted`:
+    where those beside are, what they show, and whether that leaves the step open.
     `grad_norm` is that of the whole model before any clip, where it is known exactly. `references` are parameters of
     copies of the model that it was only compared with."""
 
@@ -185,6 +186,7 @@ class StepVerdict:
     counted: frozenset[tuple[int, Slot]] = frozenset()
     times: str = ""
     unlike: bool = False
+    loud: LoudRanks | None = None
     uncounted: tuple[str, str, bool] | None = None
     grad_norm: float | None = None
     references: frozenset[ParamKey] = frozenset()
