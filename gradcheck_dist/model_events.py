@@ -26,7 +26,8 @@ class Loss(Event, tag="loss"):
 
     A second Loss of the same `loss_id` corrects the first: the user declared more about it. `coefficient` is the factor
     of the term in the objective, None where nobody declared it. `num_weighted_tokens` is the sum of the class weights
-    of the valid labels, where there are any.
+    of the valid labels, where there are any. `inputs_hash` and `targets_hash`, both or none: of a loss without labels,
+    checksums of what the first module was given since the pass before, and of what the loss compares with.
     """
 
     loss_id: int
@@ -41,6 +42,8 @@ class Loss(Event, tag="loss"):
     requires_grad: bool = True
     dtype: str = "float32"
     num_weighted_tokens: float | None = None
+    inputs_hash: int | None = None
+    targets_hash: int | None = None
 
 
 class ReducedGradient(Event, kw_only=True):

@@ -87,7 +87,8 @@ def without(contributions: Contributions, dropped: set[ContributionKey]) -> Cont
 
 def evaluated_again(contributions: Contributions, lost: set[ContributionKey]) -> set[ContributionKey]:
     """Those whose labels were evaluated again on the same rank, in a pass that was kept or a later one that was lost as
-    well, as far as labels tell batches apart. Passes of one evaluation may take other labels of it each."""
+    well, as far as labels tell batches apart. Passes of one evaluation may take other labels of it each. Without
+    labels, the same inputs and the same targets are one batch."""
     evaluations: dict[tuple[int, int | None], set[int | None]] = defaultdict(set)
     for key, c in contributions.by_key.items():
         if key not in lost:
@@ -99,7 +100,52 @@ def evaluated_again(contributions: Contributions, lost: set[ContributionKey]) ->
             if others - {_evaluation(c)}:
                 again.add(key)
             others.add(_evaluation(c))
-    return again
+    return again | {key for key in lost if True in _alike(contributions, key, lost)}
+
+
+def told_apart(contributions: Contributions, lost: set[ContributionKey]) -> set[ContributionKey]:
+    """Those of which it is known whether their batch was evaluated again: by labels, or by inputs and targets that are
+    both others than those of all passes that may have."""
+    by_key = contributions.by_key
+    return {
+        key for key in lost & by_key.keys() if tell_batches(by_key[key]) or _alike(contributions, key, lost) == {False}
+    }
+
+
+def _alike(contributions: Contributions, key: ContributionKey, lost: set[ContributionKey]) -> set[bool | None]:
+    """Whether a lost pass without labels has the batch of those on its rank that were kept, and of later ones: True for
+    the same inputs and targets, False for others of the same loop, None where one is the same (an adversary moves
+    inputs, noise targets) or not known."""
+    by_key = contributions.by_key
+    return {
+        _are_one_batch(by_key[key], one)
+        for other, one in by_key.items()
+        if key in by_key and other[0] == key[0] and other != key and (other not in lost or other > key)
+    }
+
+
+def _are_one_batch(contribution: Contribution, other: Contribution) -> bool | None:
+    one, two = _batch(contribution), _batch(other)
+    if one is None or two is None:
+        return None
+    alike = {mine == theirs for mine, theirs in zip(one, two, strict=True)}
+    if alike == {False} and _line(contribution) != _line(other):
+        return None  # a pass for its statistics, or an adversary's
+    return alike.pop() if len(alike) == 1 else None
+
+
+def _line(contribution: Contribution) -> tuple[str, int] | None:
+    """Where a pass begins."""
+    site = contribution.gradient.site if contribution.gradient is not None else None
+    return (site.file, site.line) if site is not None else None
+
+
+def _batch(contribution: Contribution) -> tuple[int, int] | None:
+    """Checksums of inputs and targets of a pass without labels; None where nobody looked."""
+    loss = contribution.loss
+    if loss is None or loss.inputs_hash is None or loss.targets_hash is None or contribution.label_hash is not None:
+        return None
+    return loss.inputs_hash, loss.targets_hash
 
 
 def _evaluation(contribution: Contribution) -> int | None:

@@ -19,11 +19,12 @@ from torch.autograd.graph import GradientEdge
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_flatten
 
+from gradcheck_dist.compiling import compiles
 from gradcheck_dist.events import GradientCheck
 from gradcheck_dist.function_apply import in_function
 from gradcheck_dist.verify.pieces import frozen, is_distributed, map_tensors, sample, tensors_of
 from gradcheck_dist.verify.preserve import RandomState, inner_module, random_state
-from gradcheck_dist.verify.tape import Tape, compiles, tensors_in
+from gradcheck_dist.verify.tape import Tape, tensors_in
 
 MAX_CALLS = 64
 MAX_FROZEN_BYTES = 64 * 2**20

@@ -7,7 +7,6 @@ their own. Nothing is recorded inside of backward.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -145,12 +144,6 @@ def needed(tape: Tape, variables: list[Tensor]) -> list[Entry]:
 
 def communicates(entry: Entry) -> bool:
     return str(entry.func.namespace) in ("c10d", "_c10d_functional")
-
-
-def compiles() -> bool:
-    """Whether torch.compile was called in this process: compiled code does not run the same under a dispatch mode."""
-    frame = sys.modules.get("torch._dynamo.eval_frame")
-    return any(getattr(frame, "cached_backends", {}).values())  # False stands for "not this function"
 
 
 def cast_tree(value: Any, dtype: torch.dtype | None) -> Any:

@@ -39,7 +39,7 @@ from gradcheck_dist.ledger.discarded import (
     emptied_at,
     evaluated_again,
     never_reduced,
-    tell_batches,
+    told_apart,
     without,
 )
 from gradcheck_dist.ledger.expected import expected_apart
@@ -109,7 +109,7 @@ def _of_passes(
         others = _uncounted(objective, data, contributions, measured)
         others.reasons.append(SWITCHED_OFF)
         return others
-    left_out = weightless | {key for key, c in by_key.items() if key in lost and not tell_batches(c)}
+    left_out = weightless | ((lost & by_key.keys()) - told_apart(contributions, lost))
     if not left_out or len(left_out) == len(by_key):
         return kept
     # Whether the step was to have their tokens nobody knows, but the weights of the others tell what they count.

@@ -8,7 +8,8 @@ that adds its weight's gradient to `main_grad` by itself, and did so in some pas
 A pass on a line of its own that every step throws away is left open where all other tokens weigh what they should
 without it: it may be for statistics of gradients, or for an attack on the input. torch.autograd.grad computes such
 gradients without `.grad`, and then all is judged. So are passes in front of several others that divide by their own
-number or tokens: what is left of an epoch that did not fill its last window.
+number or tokens: what is left of an epoch that did not fill its last window. Without labels, what the model was given
+and what the loss compares with tell passes of other batches from the same batch evaluated again.
 
 ## Why it matters
 The step is computed from the last microbatch only. The effective batch is 1/K of the one that was paid for, and the

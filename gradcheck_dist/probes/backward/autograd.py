@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ WRAPPED_LISTENERS: list[Callable[[Recorder, nn.Module], None]] = []
 """Called before its parameters are named: for wrappers whose parameters are no parameters of the model."""
 
 
-CALL_LISTENERS: list[Callable[[Recorder, nn.Module], None]] = []
+CALL_LISTENERS: list[Callable[[Recorder, nn.Module, Sequence[Any]], None]] = []
 """Called with every module that is called with gradients enabled, until all parameters are known."""
 
 HOOKS_REDUCE = 4
@@ -267,13 +267,13 @@ class Discovery:
         self._hooks.clear()
         self._own.clear()
 
-    def _on_call(self, module: nn.Module, _args: Any) -> None:
+    def _on_call(self, module: nn.Module, given: Sequence[Any]) -> None:
         if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
             return
         if torch.is_grad_enabled():
             self._called.add(id(module))
             for listener in CALL_LISTENERS:
-                listener(self._recorder, module)
+                listener(self._recorder, module, given)
         known = self._recorder.registry.known_modules
         if (self._again or id(module) not in known) and next(module.parameters(), None) is not None:
             self._again = False

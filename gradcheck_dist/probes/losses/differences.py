@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gradcheck_dist.probes.losses.loss_graph import MAX_FACTORS, MODEL, edges_of, name_of
 from gradcheck_dist.probes.parameters.stand_ins import is_host, is_plain
-from gradcheck_dist.probes.recording.marks import from_one_number, mark_from_one_number
+from gradcheck_dist.probes.recording.marks import from_one_number, mark_from_one_number, mark_subtracted
 from gradcheck_dist.probes.recording.patching import Patches
 from gradcheck_dist.probes.recording.recorder import Recorder, guarded
 
@@ -50,6 +50,8 @@ def note(recorder: Recorder, made: Tensor, minuend: Tensor, subtrahend: Any) -> 
     known = subtrahend if minuend.requires_grad else minuend
     if is_plain(known):
         mark_from_one_number(made, _is_one_number(known))
+        if recorder.samples_upcoming and is_host(known):
+            mark_subtracted(made, known)
 
 
 def _is_one_number(known: Tensor) -> bool | Tensor:

@@ -266,10 +266,11 @@ def tell_loss(
     *,
     dtype: torch.dtype | None = None,
     rows: int | None = None,
+    **batch: int | None,
 ) -> int:
     """Record a loss that was found behind its evaluation; returns its id. `known`: whether it is one that counts
     anything, where that is still on an accelerator. `dtype`: what its gradient is rounded to. `rows`: how many labels
-    there would be, where there are none."""
+    there would be, where there are none. `batch`: fields of a Loss that tell its batch, where there are none."""
     loss_id = recorder.next_seq()
     recorder.emit(
         Loss if known is None else perhaps.loss,
@@ -283,6 +284,7 @@ def tell_loss(
         label_hash=label_hash(labels) if labels is not None else None,
         **({} if dtype is None else {"dtype": str(dtype).removeprefix("torch.")}),
         **({} if known is None else {"known": known}),
+        **batch,
     )
     if recorder.impulses is not None and labels is not None:
         recorder.label_hashes[loss_id] = label_hash(labels)

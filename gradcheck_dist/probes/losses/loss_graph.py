@@ -70,6 +70,7 @@ class Found:
         self.labelled: list[Any] = []
         self.logsumexp_inputs: set[Any] = set()
         self.others: list[str] = []
+        self.of_others: list[Any] = []  # the nodes of these
         self.losses: list[Any] = []
         self.above: dict[Any, list[Any]] = {}  # from a node to those that its output goes into
 
@@ -129,6 +130,7 @@ def search(roots: Sequence[Root]) -> Found:
             found.logsumexp_inputs |= _normalised(source_of(node))
         elif name in OTHERS:
             found.others.append(OTHERS[name])
+            found.of_others.append(node)
             if name in CURVED:
                 descend(node)
         elif name not in MODEL:

@@ -19,7 +19,7 @@ from torch import Tensor
 from gradcheck_dist.events import FUNCTION, RootValue
 from gradcheck_dist.probes.backward import autograd
 from gradcheck_dist.probes.backward.roots import Root
-from gradcheck_dist.probes.losses import by_gradient, heads, label_smoothing, log_probs, means
+from gradcheck_dist.probes.losses import batches, by_gradient, heads, label_smoothing, log_probs, means
 from gradcheck_dist.probes.losses.label_functions import Labelled
 from gradcheck_dist.probes.losses.loss import gradient_arrived, is_inside_of_a_loss, tell_loss, tell_whole
 from gradcheck_dist.probes.losses.loss_graph import (
@@ -46,6 +46,7 @@ _REDUCTIONS = ("none", "mean", "sum")  # torch.nn._reduction.get_enum
 
 
 def install(recorder: Recorder, patches: Patches) -> None:
+    batches.install(recorder, patches)  # is told of a pass before its losses are looked for
     passes = means.Passes()
 
     def begin(recorder: Recorder, current: BackwardPass, roots: Sequence[Root], has_gradients: bool) -> None:
@@ -118,6 +119,8 @@ def look(
         elif recorder.sampling:
             means.watch_weighted(recorder, current, roots[0], ids)
         counts_nothing = not (found.known or found.cross_entropies or picks)
+        if counts_nothing and current.inputs is not None:
+            current.targets = batches.targets_of(found.of_others, roots[0].grad_fn)
         if counts_nothing or not current.other_losses:
             _tell_value(recorder, current, roots[0])
 
@@ -253,7 +256,8 @@ def nothing_seen(recorder: Recorder, current: BackwardPass) -> None:
     if current.root_loss is None or not reaches or recorder.loss_seen_in == current.seq:
         return
     node, output = current.root_edge
-    loss_id = _told_once(recorder, node, current.root_loss, "unknown", None, None, output=output)
+    batch = {} if current.targets is None else {"inputs_hash": current.inputs, "targets_hash": current.targets}
+    loss_id = _told_once(recorder, node, current.root_loss, "unknown", None, None, output=output, **batch)
     told = [term.told for term in current.reduced]
     tell_whole(recorder, current, loss_id, **(told[0] if len(told) == 1 else {}))
     if current.whole is not None and current.reduced and all(term.arrived is not None for term in current.reduced):

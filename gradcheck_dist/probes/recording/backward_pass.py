@@ -117,6 +117,7 @@ class BackwardPass:
         "held",
         "hooks",
         "inner",
+        "inputs",
         "inside_losses",
         "label_hash",
         "leaves",
@@ -145,6 +146,7 @@ class BackwardPass:
         "start_ns",
         "started_from",
         "sync",
+        "targets",
         "thread",
         "touched",
         "whole",
@@ -193,6 +195,8 @@ class BackwardPass:
         self.arrived: set[int] = set()  # losses that got their gradient
         self.direct: set[int] = set()  # losses that the roots are computed from, by way of no other loss
         self.computed = False  # a loss's weight in the root is a function of the data
+        self.inputs: int | None = None  # a checksum of what the first module was given since the pass before
+        self.targets: int | None = None  # and of what a loss without labels compares with
         self.label_hash: int | None = None  # of the labels whose loss went backward; in impulse mode only
         self.smoothed: dict[int, TokenWeights | None] = {}  # by loss: what arrived at its labels, where these are
         self.reduced: list[ReducedTerm] = []  # the means and sums over elements that the root adds up

@@ -34,6 +34,11 @@ HANDS_ON = "gradcheck_hands_on"
 FROM_ONE_NUMBER = "gradcheck_from_one_number"
 """The node subtracts one number from a tensor, or the reverse: a bool, or 0-d on its device."""
 
+SUBTRACTED = "gradcheck_subtracted"
+"""The node subtracts a tensor without a gradient, or is subtracted from it: some elements of that, 1-d."""
+MAX_SUBTRACTED = 4096
+"""So many."""
+
 
 def mark_recorded(tensor: Tensor, loss_id: int, output: int | None = None) -> None:
     node: Any = tensor.grad_fn
@@ -94,4 +99,16 @@ def mark_from_one_number(made: Tensor, same: bool | Tensor) -> None:
 
 def from_one_number(node: Any) -> bool | Tensor:
     found: bool | Tensor = node.metadata.get(FROM_ONE_NUMBER, False)
+    return found
+
+
+def mark_subtracted(made: Tensor, known: Tensor) -> None:
+    if known.is_contiguous() or known.numel() <= MAX_SUBTRACTED:
+        node: Any = made.grad_fn
+        node.metadata[SUBTRACTED] = known.detach().reshape(-1)[:: max(known.numel() // MAX_SUBTRACTED, 1)].clone()
+
+
+def subtracted(node: Any) -> Tensor | None:
+    """None where nothing is."""
+    found: Tensor | None = node.metadata.get(SUBTRACTED)
     return found

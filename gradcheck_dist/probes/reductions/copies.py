@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -140,7 +140,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
     ):
         patches.replace(module, name, watch)
 
-    def call(_: Recorder, module: nn.Module) -> None:
+    def call(_: Recorder, module: nn.Module, __: Sequence[Any]) -> None:
         called(recorder, copies, module)
 
     autograd.CALL_LISTENERS.append(call)
