@@ -3,16 +3,18 @@
 Labels alike make ranks one data coordinate: tensor, sequence and expert parallelism share tokens by design. Ranks that
 do so divide the work. Where all that two ranks hold are copies, their losses and gradients are the same in every pass,
 nothing is exchanged among them in forward or backward, and all of it is reduced over both, they repeat one another.
+So do ranks whose losses have no labels, where inputs and targets are the same.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Container
 
 import numpy as np
 
-from gradcheck_dist.events import Exchange, Reduce
-from gradcheck_dist.ledger.contributions import Contributions
+from gradcheck_dist.events import SHARDING, Exchange, Reduce
+from gradcheck_dist.ledger.contributions import Contributions, losses_of_rank
 from gradcheck_dist.ledger.strangers import copies, loss_values
 from gradcheck_dist.ledger.tracks import StepData, Track
 
@@ -24,10 +26,12 @@ def repeating(data: StepData, contributions: Contributions) -> list[tuple[int, .
     """The sets of ranks that repeat one another's batches though labels make them one data coordinate."""
     if contributions.coordinate_from == "declared":
         return []
-    together: dict[int, list[int]] = defaultdict(list)
+    together: dict[object, list[int]] = defaultdict(list)
     for rank, coordinate in contributions.coordinate.items():
         if any(loss_values(data, rank).values()):
             together[coordinate].append(rank)
+        elif batches := batches_given(data, rank):
+            together[batches].append(rank)
     found = []
     for ranks in together.values():
         first, *others = sorted(ranks)
@@ -37,14 +41,23 @@ def repeating(data: StepData, contributions: Contributions) -> list[tuple[int, .
     return found
 
 
+def batches_given(data: StepData, rank: int) -> tuple[object, ...]:
+    """What a rank's passes were given whose losses have no labels: the pass, and checksums of inputs and targets. Empty
+    where that is not known of all of them."""
+    pairs = [(slot, loss) for slot, found in losses_of_rank(data.events[rank]).items() for _, loss in found]
+    if any(loss is None or loss.inputs_hash is None or loss.targets_hash is None for _, loss in pairs):
+        return ()
+    return tuple(sorted((*slot, loss.inputs_hash, loss.targets_hash) for slot, loss in pairs if loss is not None))
+
+
 def _repeats(data: StepData, one: int, other: int) -> bool:
     held = [of_rank for of_rank in data.tracks.values() if one in of_rank or other in of_rank]
     trained = [of_rank for of_rank in held if any(of_rank[rank].leaves for rank in (one, other) if rank in of_rank)]
     if not trained or loss_values(data, one) != loss_values(data, other) or _exchange(data, one, other):
         return False
-    reduced = reduced_over(data, one, other)
+    reduced, sharded = reduced_over(data, one, other), reduced_over(data, one, other, SHARDING)
     return all(
-        copies(of_rank, one, other)
+        (copies(of_rank, one, other) or of_rank[one].param.id in sharded)
         and same_gradients(of_rank[one], of_rank[other])
         and of_rank[one].param.id in reduced
         for of_rank in trained
@@ -70,11 +83,12 @@ def _exchange(data: StepData, one: int, other: int) -> bool:
     return any(isinstance(event, Exchange) and {one, other} <= set(event.group) for event in events)
 
 
-def reduced_over(data: StepData, one: int, other: int) -> set[int]:
-    """The parameters whose gradients are reduced over both."""
+def reduced_over(data: StepData, one: int, other: int, impls: Container[str] | None = None) -> set[int]:
+    """The parameters whose gradients are reduced over both, by these wrappers where they are given."""
     return {
         param
         for event in data.events[one]
         if isinstance(event, Reduce) and {one, other} <= {*event.group, *event.replicate_group}
+        if impls is None or event.impl in impls
         for param in data.params_of(one, event.params)
     }

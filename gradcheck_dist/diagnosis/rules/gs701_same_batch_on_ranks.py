@@ -6,8 +6,9 @@ step. Ranks that share their tokens by design (tensor, context and pipeline para
 compared with each other, nor are those that gather unequal parts, or each take a part of what they hold alike. Passes
 of which nothing is in what an optimizer reads (a held-out batch whose gradient is looked at) may be every rank's. Ranks
 that nothing but their labels makes one data rank are found by what they do: each computes the whole gradient with a
-copy of the whole model, nothing is exchanged among them, and their gradients are reduced together. The same batch in
-several steps is not looked at: a toy that overfits one batch is a fine test.
+copy of the whole model, nothing is exchanged among them, and their gradients are reduced together. So are ranks whose
+losses have no labels, where inputs and targets are the same. The same batch in several steps is not looked at: a toy
+that overfits one batch is a fine test.
 
 ## Why it matters
 The weights are right and nothing is off in any norm: the run just sees 1/R of the data it pays for, with the gradient
@@ -41,7 +42,7 @@ from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
 from gradcheck_dist.diagnosis.losses.returned import looked_at, weighing
 from gradcheck_dist.ledger.contributions import Contribution, ContributionKey
 from gradcheck_dist.ledger.exchanges import GATHER, SLICE, SUM, passed
-from gradcheck_dist.ledger.repeated_batches import repeating
+from gradcheck_dist.ledger.repeated_batches import batches_given, repeating
 from gradcheck_dist.wording import numbered
 
 CODE = "GS701"
@@ -57,7 +58,8 @@ SAME_LOSS = 1e-4
 
 
 def could_audit(facts: StepFacts) -> bool:
-    return len({one.key[0] for one in _taking_part(facts) if _tells(one)}) > 1
+    known = [rank for rank in facts.data.events if batches_given(facts.data, rank)]
+    return len(known) > 1 or len({one.key[0] for one in _taking_part(facts) if _tells(one)}) > 1
 
 
 def audit(facts: StepFacts) -> Iterator[Remark]:
@@ -113,10 +115,11 @@ def _repeated(facts: StepFacts) -> Iterator[Remark]:
     for ranks in repeating(facts.data, facts.contributions):
         place = facts.contributions.coordinate[ranks[0]]
         first = min((key, one) for key, one in facts.contributions.by_key.items() if key[0] == place)[1]
+        given = "inputs and targets" if batches_given(facts.data, ranks[0]) else "tokens"
         yield Remark(
             answer=Answer(
                 severity="warning",
-                explanation=f"{numbered('Rank', ranks)} were given the same tokens in this step. Each computes the "
+                explanation=f"{numbered('Rank', ranks)} were given the same {given} in this step. Each computes the "
                 "whole gradient with a copy of the whole model, nothing is exchanged among them, and what they compute "
                 "is the same in every pass; then their gradients are reduced together.",
                 fix=_FIX,
