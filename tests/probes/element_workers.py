@@ -114,6 +114,22 @@ def train_by_hand(divided: bool, run_dir: str) -> None:
     dist.destroy_process_group()
 
 
+def train_divided(passes: int, before: float, behind: float, run_dir: str) -> None:
+    """Two steps of means below DDP's average, divided by a number before they go backward, and by one behind that."""
+    _, _, model, optimizer = begin()
+    with attach(run_dir):
+        for _ in range(2):
+            for _ in range(passes):
+                loss = F.mse_loss(model(torch.randn(5, 6)), torch.randn(5, 4))
+                (loss / before if before != 1 else loss).backward()
+            for param in model.parameters() if behind != 1 else ():
+                assert param.grad is not None
+                param.grad /= behind
+            optimizer.step()
+            optimizer.zero_grad()
+    dist.destroy_process_group()
+
+
 def train_tensor_parallel(run_dir: str) -> None:
     """Two steps of a model of which the last bias alone is whole on every rank; no label tells that they have one
     batch."""

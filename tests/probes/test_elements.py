@@ -231,6 +231,25 @@ def test_means_of_ranks_that_are_summed_by_hand_are_told_at_the_sum(
         assert "whole mean over its own elements" in finding.explanation
 
 
+@pytest.mark.parametrize(
+    ("passes", "before", "behind", "factor"),
+    [(1, 1, 2, "1/2"), (3, 3, 2, "1/2"), (3, 1, 6, "1/2"), (3, 3, 3, "1/3"), (3, 1, 3, None), (3, 3, 1, None)],
+)
+def test_a_line_that_divides_means_once_more_is_found(
+    tmp_path: Path, passes: int, before: float, behind: float, factor: str | None
+) -> None:
+    """Where nothing but the number of passes stands before the mean, no coefficient is meant."""
+    warm_up()
+    launch("element_workers:train_divided", (passes, before, behind, str(tmp_path / "run")), 2, timeout_s=60)
+    report = diagnose(read_run(tmp_path / "run"))
+    assert [finding.factor.exact for finding in report.findings] == ([factor] if factor else []), report.reasons
+    assert report.verdict == ("findings" if factor else "clean")
+    for finding in report.findings:
+        # A line that divides by the passes as well is not too much as a whole: the average is.
+        kind = "grad_write" if behind < passes * 2 or passes == 1 else "reduce"
+        assert finding.first_event is not None and finding.first_event.kind == kind
+
+
 @pytest.mark.parametrize("coefficient", [1, 0.3])
 def test_a_sum_beside_an_average_of_ranks_means_lacks_the_division(tmp_path: Path, coefficient: float) -> None:
     """Most gradients are summed, and still it is not the average that is wrong."""

@@ -4,7 +4,8 @@ A mean squared error or a binary cross-entropy counts no tokens, and a number be
 program multiplies the mean by nothing at all, or by 1 / accumulation steps alone, no coefficient is meant. If passes
 of one line, over the same parameters, one computed after the other, add up to as many means as there are accumulation
 steps, or data ranks, nobody divides by them. And where some of these passes are divided by accumulation steps, those
-that nothing multiplies were forgotten.
+that nothing multiplies were forgotten. Where all come out as 1/ranks or 1/passes of their average, what follows the
+loss divides once too often.
 """
 
 from __future__ import annotations
@@ -75,6 +76,9 @@ def added_means(
             continue
         if all(_is_times(cell, number if cell.key in wrong else 1) for cell in cells):
             return means, expected
+    for number in {num_ranks, num_steps, num_ranks * num_steps} - {1} if cells and wrong == set(by_key) else ():
+        if all(_is_times(cell, 1 / number) for cell in cells):
+            return means, expected
     return None
 
 
@@ -83,7 +87,7 @@ def _divisor(weight: float, numbers: set[int]) -> int:
     return next((number for number in numbers if abs(weight * number - 1) <= SAME), 0)
 
 
-def _is_times(cell: Cell, number: int) -> bool:
+def _is_times(cell: Cell, number: float) -> bool:
     return abs(cell.ratio - number) <= max(cell.margin, SAME * number)
 
 
