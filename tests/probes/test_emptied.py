@@ -31,7 +31,8 @@ def trained(run_dir: Path, *, emptied: bool) -> Report:
                 if emptied and index == NUM_PASSES - 1:
                     optimizer.zero_grad()
                 inputs, targets, weights = (torch.rand(5, size, generator=data) for size in (4, 3, 1))
-                error = F.smooth_l1_loss(model(inputs), targets, reduction="none")
+                # What a module is given by name nobody looks at: it would tell that this is no batch evaluated again.
+                error = F.smooth_l1_loss(model(input=inputs), targets, reduction="none")
                 ((error * weights).sum() / weights.sum() / NUM_PASSES).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -49,8 +50,10 @@ def test_passes_that_were_emptied_before_the_others_are_told(tmp_path: Path, emp
         assert "zero_grad() once a step" in report.next_step
 
 
-def test_targets_that_nobody_counts_tell_no_batch_that_was_evaluated_again(tmp_path: Path) -> None:
-    """Means that are not divided, each of which empties what came before: the last one weighs as if it were alone."""
+@pytest.mark.parametrize("named", [True, False])
+def test_targets_alone_tell_no_batch_that_was_evaluated_again(tmp_path: Path, named: bool) -> None:
+    """Means that are not divided, each of which empties what came before: the last one weighs as if it were alone.
+    `named`: the model is given its inputs by name, which nobody looks at."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = torch.Generator().manual_seed(0)
@@ -58,9 +61,13 @@ def test_targets_that_nobody_counts_tell_no_batch_that_was_evaluated_again(tmp_p
         for _ in range(2):
             for _ in range(NUM_PASSES):
                 optimizer.zero_grad()
-                F.mse_loss(model(torch.rand(5, 4, generator=data)), torch.rand(5, 3, generator=data)).backward()
+                inputs, targets = (torch.rand(5, size, generator=data) for size in (4, 3))
+                F.mse_loss(model(input=inputs) if named else model(inputs), targets).backward()
             optimizer.step()
     report = diagnose(read_run(tmp_path / "run"))
+    if not named:
+        assert [finding.code for finding in report.findings] == ["GS401"]
+        return
     assert (report.verdict, report.findings) == ("undetermined", [])
     assert any("2 passes were emptied" in reason and "that nobody saw" in reason for reason in report.reasons)
     assert "zero_grad() once a step" in report.next_step
