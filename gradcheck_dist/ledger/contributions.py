@@ -60,6 +60,11 @@ class Contribution:
     lines: frozenset[str] = frozenset()
     samples: Samples | None = None
 
+    @property
+    def weighs_nothing(self) -> bool:
+        """Whether no gradient arrives at any of its tokens. Weights of several signs may come to zero and weigh."""
+        return self.weight == 0 and not self.spread
+
 
 @dataclass
 class Contributions:

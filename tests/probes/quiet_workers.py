@@ -26,6 +26,7 @@ VARIANTS = (
     "running mean between roots",
     "coefficient, clipped",
     "constant",
+    "no advantage",
 )
 HEADS = ("unused head", "running mean between roots")
 
@@ -143,6 +144,23 @@ def by_hand(name: str, attached: AbstractContextManager[object]) -> float:
     return checksum(model)
 
 
+def policy(attached: AbstractContextManager[object]) -> float:
+    """A policy gradient, the mean over sequences, each a mean over its tokens: those of one rank are all as good."""
+    body = nn.Sequential(nn.Embedding(12, 8), nn.Linear(8, 12))
+    with attached:
+        model = DistributedDataParallel(body)
+        optimizer = torch.optim.SGD(body.parameters(), lr=0.1)
+        torch.manual_seed(1 + dist.get_rank())
+        for _ in range(PASSES):
+            tokens = torch.randint(12, (4, 6))
+            log_probs = model(tokens).log_softmax(-1).gather(-1, tokens.roll(1, 1)[..., None])[..., 0]
+            mask = torch.arange(6) < torch.tensor([[4], [6], [5], [6]])
+            advantages = torch.tensor([0.7, -0.3, 0.4, 0.9]) * (dist.get_rank() == 0)
+            (-(log_probs * advantages[:, None] * mask).sum(-1) / mask.sum(-1)).mean().div(PASSES).backward()
+        optimizer.step()
+    return checksum(body)
+
+
 def train(folder: str) -> list[tuple[float, float]]:
     from gradcheck_dist.probes import attach
 
@@ -150,6 +168,8 @@ def train(folder: str) -> list[tuple[float, float]]:
 
     def run(name: str, attached: AbstractContextManager[object]) -> float:
         torch.manual_seed(0)
+        if name == "no advantage":
+            return policy(attached)
         return compressed(name, attached) if "hook" in name else by_hand(name, attached)
 
     found = [(run(name, nullcontext()), run(name, attach(f"{folder}/{name}"))) for name in VARIANTS]

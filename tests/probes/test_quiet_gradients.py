@@ -61,3 +61,8 @@ def test_powersgd_averages_until_it_compresses(reports: dict[str, Report]) -> No
     """Documented as a sum, it would be laid to the hook that the loss divides once too often."""
     (finding,) = reports["PowerSGD hook, halved"].findings
     assert (finding.code, finding.factor.observed) == ("GS101", pytest.approx(0.5, rel=1e-3))
+
+
+def test_a_rank_whose_sequences_have_no_advantage_has_as_many_all_the_same(reports: dict[str, Report]) -> None:
+    """Each sequence of the other rank weighs half of what it would if there were no more."""
+    assert (reports["no advantage"].verdict, reports["no advantage"].findings) == ("undetermined", [])

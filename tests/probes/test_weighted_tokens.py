@@ -251,3 +251,34 @@ def test_labels_that_share_one_distribution_are_a_token_each(tmp_path: Path, tim
     report = judged(tmp_path / "run")
     assert [finding.code for finding in report.findings] == ([] if times == 1 else ["GS303"])
     assert all(finding.factor.exact == "1/2" for finding in report.findings)
+
+
+def policy_gradient(folder: Path, advantages: Sequence[Sequence[float]], *, divided_by: float) -> Report:
+    """The mean over sequences, each a mean over its tokens times its advantage: a pass for each of `advantages`."""
+    model = torch.nn.Sequential(torch.nn.Embedding(20, 8), torch.nn.Linear(8, 20))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with attach(folder):
+        for k, of_sequences in enumerate(advantages):
+            tokens = torch.randint(20, (len(of_sequences), 6), generator=torch.Generator().manual_seed(k))
+            log_probs = model(tokens).log_softmax(-1).gather(-1, tokens.roll(1, 1)[..., None])[..., 0]
+            mask = torch.arange(6) < torch.tensor([4, 6] * (len(of_sequences) // 2))[:, None]
+            each = -(log_probs * torch.tensor(of_sequences)[:, None] * mask).sum(-1) / mask.sum(-1)
+            (each.mean() / divided_by).backward()
+        optimizer.step()
+    return judged(folder)
+
+
+@pytest.mark.parametrize("advantages", [(0.7, -0.7), (0.7, -0.7, 0.3, -0.3)])
+def test_advantages_that_come_to_zero_weigh_all_the_same(tmp_path: Path, advantages: Sequence[float]) -> None:
+    """As those of a group do, less their mean."""
+    right = policy_gradient(tmp_path / "right", [advantages] * 2, divided_by=2)
+    assert (right.verdict, right.findings, right.reasons) == ("clean", [], [])
+    halved = policy_gradient(tmp_path / "halved", [advantages] * 2, divided_by=4)
+    assert (halved.verdict, halved.findings) == ("undetermined", [])
+    assert any("weighs x 0.5 of what it would" in reason for reason in halved.reasons)
+
+
+@pytest.mark.parametrize("divided_by", [1, 2])
+def test_sequences_of_a_pass_without_any_advantage_are_not_taken_for_none(tmp_path: Path, divided_by: float) -> None:
+    report = policy_gradient(tmp_path / "run", [(0.0, 0.0), (0.7, 0.4)], divided_by=divided_by)
+    assert (report.verdict, report.findings) == ("undetermined", [])

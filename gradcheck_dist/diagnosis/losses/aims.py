@@ -102,7 +102,7 @@ def _of_passes(
     kept = _aim(objective, data, contributions, measured, written)
     by_key = contributions.by_key
     # What counts no tokens leaves none out, whatever its weight.
-    weightless = {key for key, c in by_key.items() if c.weight == 0 and c.num_tokens != 0}
+    weightless = {key for key, c in by_key.items() if c.weighs_nothing and c.num_tokens != 0}
     arrives = any(held.observed is not None and np.nan_to_num(held.observed).any() for held in measured)
     if by_key and len(weightless) == len(by_key) and arrives:
         # A coefficient of zero switches them off, and others that stand beside them train.

@@ -28,6 +28,7 @@ Expect = Callable[[str, Mapping[ContributionKey, int]], dict[ContributionKey, Fr
 BOTH = 2
 MEANS = "microbatch-mean"
 WEIGHTS = "weights of tokens"
+SEQUENCES = "sequences, beside weights of their own"
 SAME = 1e-3
 GAINS = frozenset({"logsigmoid"})
 """Losses of torch's own that are log-probabilities, and enter with a minus."""
@@ -179,8 +180,8 @@ def _weighted(contributions: Contributions, words: str) -> Counted | None:
     for key, one in contributions.by_key.items():
         beside = one.gradient.beside_weights if one.gradient is not None and one.num_losses == 1 else None
         num = OF_WEIGHTED[words](one)
-        if beside is None or num is None:
-            return None
+        if beside is None or num is None or (one.weighs_nothing and (one.loss is None or one.loss.num_labels)):
+            return None  # weights that are all zero may be masks, or the data's: how many they are of is not known
         counted[key] = replace(one, num_tokens=num, weight=beside, spread=0.0)  # type: ignore[arg-type]
     if all((one.weight or 0.0) < 0 for one in counted.values()):  # log-probabilities enter with a minus
         counted = {key: replace(one, weight=-(one.weight or 0.0)) for key, one in counted.items()}
@@ -287,7 +288,7 @@ def _weighted_sequences(one: Contribution) -> int | None:
 OF_WEIGHTED: dict[str, Callable[[Contribution], int | Fraction | None]] = {
     "tokens that masks keep, beside weights of their own": lambda one: one.gradient.num_kept if one.gradient else None,
     "tokens, beside weights of their own": lambda one: one.num_tokens,
-    "sequences, beside weights of their own": _weighted_sequences,
+    SEQUENCES: _weighted_sequences,
     "labels, beside weights of their own": lambda one: one.loss.num_tokens if one.loss is not None else None,
     WEIGHTS: _sum_of_weights,
 }
@@ -352,7 +353,10 @@ def in_words(contributions: Contributions, measured: list[Held], judge: Judge, e
     """By how much the weights differ from those of a mean, and whether by unlike numbers; "" where nothing tells. Of
     the mean over all elements where all weights differ by one number from that, else of the average of each pass's
     mean."""
-    counts = [count_by(words, contributions) for words in (*OF_WEIGHTED, "entries", "elements")]
+    # Means of sequences divide by their tokens, so how many these are of is no number that weights could come to.
+    of_means = all(c.gradient is not None and c.gradient.of_means for c in contributions.by_key.values())
+    weighted = sorted(OF_WEIGHTED, key=lambda words: of_means and words != SEQUENCES)
+    counts = [count_by(words, contributions) for words in (*weighted, "entries", "elements")]
     one = next((one for one in counts if one is not None), None)
     said = ""
     if one is None:

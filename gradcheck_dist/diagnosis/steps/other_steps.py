@@ -147,7 +147,7 @@ def tell_by_other_steps(verdicts: Sequence[StepVerdict]) -> None:
 def leave_empty_open(verdicts: Sequence[StepVerdict]) -> None:
     """Accuse no losses that are all multiplied by zero in a step, where those of others are not: a guard does that to a
     batch that it does not want."""
-    empty = [all(one.weight == 0 for one in verdict.contributions.by_key.values()) for verdict in verdicts]
+    empty = [all(one.weighs_nothing for one in verdict.contributions.by_key.values()) for verdict in verdicts]
     if all(empty):
         return
     for verdict, nothing in zip(verdicts, empty, strict=True):

@@ -69,7 +69,7 @@ class StepContext:
         """Take these for the step's contributions. Passes that were left out because their gradients were thrown away
         and their tokens evaluated again (sharpness-aware training) are no accumulation steps, and no degree."""
         left = {key: c for key, c in self.contributions.by_key.items() if key not in contributions.by_key}
-        if any(c.weight != 0 for c in left.values()):
+        if any(not c.weighs_nothing for c in left.values()):
             self._count_passes(contributions.by_key)
         self.contributions = contributions
 

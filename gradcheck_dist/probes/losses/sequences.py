@@ -69,7 +69,8 @@ def _told(flat: Tensor, group_of: Tensor, *, exact: bool = False) -> dict[str, A
     there = counts > 0
     base = torch.where(there, sums.abs(), torch.inf).amin()
     samples = torch.ones_like(sums) if exact else (sums.abs() / base).round().clamp_min(1)
-    apart = (sums.abs() / (base * samples) - 1).abs()
+    signed = sums * sums.sum().sign()  # some that make a loss larger, and some smaller, do not weigh alike
+    apart = (signed / (base * samples) - 1).abs()
     apart = torch.where(counts % samples == 0, apart, torch.inf)
     alone = there & (samples == 1)
     num = torch.where(there, samples, 0).sum().nan_to_num(0, 0, 0)
