@@ -216,7 +216,7 @@ def _with_cells(held: Held, dues: dict[ContributionKey, _Due], counts: bool) -> 
                 size = max(abs(seen), weight)
                 error = _length(held.stderr, group) * abs(root) / size
             surely_wrong = abs(seen - weight) > 2 * SIGMAS * error * size
-            if isnan(seen) or (error > MAX_STDERR and not surely_wrong):
+            if isnan(seen) or isnan(error) or (error > MAX_STDERR and not surely_wrong):
                 result.num_unknown += 1
                 continue
             own = group[0] if len(group) == 1 else _own_summand(held, group)
