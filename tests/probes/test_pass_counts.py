@@ -70,3 +70,26 @@ def test_a_division_by_the_last_pass_alone_is_told_from_the_loss_where_norms_par
 
 def test_a_division_by_the_tokens_of_all_passes_is_clean(tmp_path: Path) -> None:
     assert trained(tmp_path / "run", "once", (13, 7), halves=False).verdict == "clean"
+
+
+@pytest.mark.parametrize("num_tokens", [2, 3])
+def test_a_division_by_passes_behind_each_of_them_is_not_taken_for_one_by_tokens(
+    num_tokens: int, tmp_path: Path
+) -> None:
+    """Also where a pass has as many tokens as a step has passes."""
+    model = nn.Linear(WIDTH, CLASSES)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attach(tmp_path / "run", steps=range(STEPS)):
+        for _ in range(STEPS):
+            for _ in range(2):
+                labels = torch.randint(CLASSES, (num_tokens,))
+                F.cross_entropy(model(torch.randn(num_tokens, WIDTH)), labels).backward()
+                for param in model.parameters():
+                    assert param.grad is not None
+                    param.grad.div_(2)
+            optimizer.step()
+            optimizer.zero_grad()
+    (finding,) = diagnose(read_run(tmp_path / "run")).findings
+    assert (finding.code, finding.factor.expression) == ("GS000", "accumulation_steps^-(K-1-k)")
+    assert "tokens" not in finding.explanation
+    assert finding.fix.startswith("Let it act once in a step")

@@ -19,6 +19,7 @@ from gradcheck_dist.diagnosis.rules import (
     gs305_partial_token_count,
 )
 from gradcheck_dist.diagnosis.steps.step_verdict import Change, StepVerdict, cause
+from gradcheck_dist.diagnosis.weights.degrees import degrees_of, same
 
 PER_PASS = "1/tokens of the pass"
 UNDONE = (gs101_double_averaging.CODE, gs104_wrong_divisor.CODE, gs303_wrong_normalizer.CODE)
@@ -55,7 +56,8 @@ def of_pass(case: Case) -> str | None:
 def lay_to_passes(verdicts: Sequence[StepVerdict]) -> None:
     """Lay what such lines do, in all passes of a step, to one finding, with what else that makes look wrong: a loss or
     an average without the number by which the last pass divides. One number may be that of the last pass's tokens by
-    chance: by these divides what changes with them from step to step, or makes up for another finding."""
+    chance: by these divides what changes with them from step to step, what is no number of passes or ranks either and
+    acts again in each pass, or what makes up for another finding."""
     changes = [one for verdict in verdicts for one in verdict.changes if one.name == PER_PASS]
     told = [one.factor for one in changes if one.factor is not None]
     follows = bool(told) and max(told) > min(told) * (1 + CHANGES)
@@ -68,7 +70,9 @@ def lay_to_passes(verdicts: Sequence[StepVerdict]) -> None:
         kept = next((one for one in changes if not one.uniform), changes[0]).finding
         gone = [one.finding for one in changes if one.finding is not kept]
         undone = [one for one in verdict.findings if any(_makes_up(one, change) for change in changes)]
-        if not (again or follows or undone):
+        degrees = degrees_of(verdict.contributions)
+        of_degree = not follows and any(same(1 / number, degree) for number in told for degree in degrees)
+        if not ((again and not of_degree) or follows or undone):
             continue
         for finding in [*gone, *undone]:
             verdict.findings = [one for one in verdict.findings if one is not finding]
