@@ -8,7 +8,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 from random_trainers import global_mean, microbatch_mean, rank_mean
-from simulator import Key, Trainer, World
+from simulator import Hand, Key, Trainer, World
 
 from gradcheck_dist.diagnosis.engine import diagnose
 from gradcheck_dist.diagnosis.finding import Report
@@ -51,6 +51,13 @@ def test_means_over_unequal_counts_say_which_sum_nothing_divides(
     (finding,) = judged(replace(SUM, root=root(RANKS), tokens=(3, 40))).findings
     assert finding.code == code
     assert f"adds up those of {RANKS} ranks: nothing divides by {RANKS}" in finding.explanation
+
+
+def test_lines_that_divide_by_the_ranks_and_once_more_are_no_missing_division() -> None:
+    hand = Hand("before_step", RANKS**-2.0)
+    report = judged(replace(SUM, root=microbatch_mean(RANKS), tokens=(3, 40), hands=(hand,)))
+    assert report.findings
+    assert not any("nothing divides" in finding.explanation for finding in report.findings)
 
 
 @pytest.mark.parametrize(

@@ -46,11 +46,14 @@ def _summing(data: StepData, contributions: Contributions, held: Held) -> Culpri
     expected: dict[ContributionKey, float] = {}
     rounding = EXACT
     last: Reduce | None = None
+    num_ranks = contributions.num_coordinates
     for cell in held.cells:
         accounted = account(data, held, cell)
         reductions = [(step, step.event) for step in accounted.steps if isinstance(step.event, Reduce)]
         if not reductions or abs(prod(step.factor for step, _ in reductions) - 1) > EXACT:
             return None
+        if prod(gap.factor for gap in accounted.gaps) * num_ranks < 1 + EXACT:
+            return None  # lines that nobody recorded divide by as many
         last = reductions[-1][1]
         contribution = contributions.by_key[cell.key]
         loss_dtype = contribution.loss.dtype if contribution.loss is not None else "bfloat16"
@@ -58,7 +61,7 @@ def _summing(data: StepData, contributions: Contributions, held: Held) -> Culpri
         weight = accounted.documented * float(cell.expected) * (contribution.num_tokens or 0)
         whole[cell.key[0]] = whole.get(cell.key[0], 0.0) + weight
         expected[cell.key] = float(cell.expected) * (contribution.num_tokens or 0)
-    if len(whole) < 2 or len(whole) != contributions.num_coordinates:
+    if len(whole) < 2 or len(whole) != num_ranks:
         return None
     asked = sum(expected.values())
     if last is None or any(abs(total - asked) > rounding * asked for total in whole.values()):
