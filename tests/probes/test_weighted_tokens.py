@@ -253,8 +253,11 @@ def test_labels_that_share_one_distribution_are_a_token_each(tmp_path: Path, tim
     assert all(finding.factor.exact == "1/2" for finding in report.findings)
 
 
-def policy_gradient(folder: Path, advantages: Sequence[Sequence[float]], *, divided_by: float) -> Report:
-    """The mean over sequences, each a mean over its tokens times its advantage: a pass for each of `advantages`."""
+def policy_gradient(
+    folder: Path, advantages: Sequence[Sequence[float]], *, divided_by: float, line: float = 1.0
+) -> Report:
+    """The mean over sequences, each a mean over its tokens times its advantage: a pass for each of `advantages`. `line`
+    is what a line behind them divides gradients by."""
     model = torch.nn.Sequential(torch.nn.Embedding(20, 8), torch.nn.Linear(8, 20))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with attach(folder):
@@ -264,6 +267,10 @@ def policy_gradient(folder: Path, advantages: Sequence[Sequence[float]], *, divi
             mask = torch.arange(6) < torch.tensor([4, 6] * (len(of_sequences) // 2))[:, None]
             each = -(log_probs * torch.tensor(of_sequences)[:, None] * mask).sum(-1) / mask.sum(-1)
             (each.mean() / divided_by).backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            if line != 1:
+                parameter.grad /= line
         optimizer.step()
     return judged(folder)
 
@@ -282,3 +289,12 @@ def test_advantages_that_come_to_zero_weigh_all_the_same(tmp_path: Path, advanta
 def test_sequences_of_a_pass_without_any_advantage_are_not_taken_for_none(tmp_path: Path, divided_by: float) -> None:
     report = policy_gradient(tmp_path / "run", [(0.0, 0.0), (0.7, 0.4)], divided_by=divided_by)
     assert (report.verdict, report.findings) == ("undetermined", [])
+
+
+def test_the_line_that_makes_weights_too_small_is_told(tmp_path: Path) -> None:
+    report = policy_gradient(tmp_path / "run", [(0.7, 0.4)] * 2, divided_by=2, line=2.0)
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    (reason,) = [one for one in report.reasons if "weighs x 0.5 of what it would" in one]
+    assert "what test_weighted_tokens.py:" in reason
+    halved = policy_gradient(tmp_path / "halved", [(0.7, 0.4)] * 2, divided_by=4)
+    assert not any("multiplies gradients by" in one for one in halved.reasons)

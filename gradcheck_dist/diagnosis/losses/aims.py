@@ -273,7 +273,7 @@ def _functions_of_data(
     as they tell of elements, where these are others."""
     asked = partial(expected_apart, models=independent(data, contributions))
     of_elements = contributions if told is None else told
-    times, unlike = in_words(of_elements, measured, judge, asked)
+    times, unlike = in_words(of_elements, measured, judge, asked, _scaled_by(data))
     if not times and (samples := by_samples(contributions, objective)) is not None:
         times = in_means(samples.contributions, measured, judge, asked)
     relative = partial(_relative, data, contributions, measured, times, _as_mean(of_elements))
@@ -387,6 +387,22 @@ def _lines_that_scale(data: StepData) -> dict[int, int]:
               for rank, events in data.events.items()}  # fmt: skip
     return {rank: len({(one.site.file, one.site.line) for one in of_rank if one.site is not None})
             for rank, of_rank in writes.items()}  # fmt: skip
+
+
+def _scaled_by(data: StepData) -> dict[str, float]:
+    """What each line multiplies gradients by that does so once in the step, by the same number on every rank."""
+    acted: dict[str, list[int]] = defaultdict(list)
+    factors: dict[str, set[float | None]] = defaultdict(set)
+    for rank, events in data.events.items():
+        for one in events:
+            if isinstance(one, GradWrite) and one.site is not None and one.params is not None:
+                acted[one.site.short].append(rank)
+                factors[one.site.short].add(one.factor)
+    return {
+        line: factor
+        for line, (factor, *others) in factors.items()
+        if not others and factor is not None and factor != 1 and sorted(acted[line]) == sorted(data.events)
+    }
 
 
 def _as_mean(contributions: Contributions) -> float | None:

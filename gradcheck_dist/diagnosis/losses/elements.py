@@ -349,10 +349,16 @@ def _right(one: Counted, measured: list[Held], judge: Judge) -> bool:
     return bool(cells) and all(cell.right for cell in cells)
 
 
-def in_words(contributions: Contributions, measured: list[Held], judge: Judge, expect: Expect) -> tuple[str, bool]:
+def in_words(
+    contributions: Contributions,
+    measured: list[Held],
+    judge: Judge,
+    expect: Expect,
+    lines: Mapping[str, float] | None = None,
+) -> tuple[str, bool]:
     """By how much the weights differ from those of a mean, and whether by unlike numbers; "" where nothing tells. Of
     the mean over all elements where all weights differ by one number from that, else of the average of each pass's
-    mean."""
+    mean. `lines`: what lines of the program multiply gradients by, of which the one is told that makes this number."""
     # Means of sequences divide by their tokens, so how many these are of is no number that weights could come to.
     of_means = all(c.gradient is not None and c.gradient.of_means for c in contributions.by_key.values())
     weighted = sorted(OF_WEIGHTED, key=lambda words: of_means and words != SEQUENCES)
@@ -369,21 +375,24 @@ def in_words(contributions: Contributions, measured: list[Held], judge: Judge, e
             return "", False
         low, high = min(ratios), max(ratios)
         if high - low <= SAME * abs(median(ratios)):
-            named = _named(median(ratios), contributions)
+            named = _named(median(ratios), contributions, lines or {})
             return words.format(times=f"x {median(ratios):.6g}", named=named), False
         said = said or words.format(named="", times=_by_place(cells) or f"from x {low:.4g} to x {high:.4g}")
     return said, bool(said)
 
 
-def _named(number: float, contributions: Contributions) -> str:
-    """Which numbers of ranks and passes it is, or one over them, in words; "" where it is none."""
+def _named(number: float, contributions: Contributions, lines: Mapping[str, float]) -> str:
+    """Which numbers of ranks and passes it is, or one over them, and which line multiplies by it, in words; "" where it
+    is none."""
     by_key = contributions.by_key
     ranks, passes = len({key[0] for key in by_key}), len({key[1:] for key in by_key})
     both = ranks * passes if min(ranks, passes) > 1 else 1
     degrees = {"data ranks": ranks, "accumulation steps": passes, "ranks and steps together": both}
     names = [name for name, degree in degrees.items() if degree > 1 and same(number, degree)]
     over = [name for name, degree in degrees.items() if degree > 1 and same(number, 1 / degree)]
-    return f" ({'1 over ' if over else ''}the number of {' or of '.join(names or over)})" if names or over else ""
+    told = [f"{'1 over ' if over else ''}the number of {' or of '.join(names or over)}"] if names or over else []
+    told += [f"what {line} multiplies gradients by" for line, factor in lines.items() if same(number, factor)]
+    return f" ({', '.join(told)})" if told else ""
 
 
 def _by_place(cells: Sequence[Cell]) -> str:
