@@ -19,6 +19,7 @@ class Audited:
 
     finding: Finding
     effect: Effect | None
+    params: frozenset[ParamKey]
     explains: Callable[[Finding], bool]
 
 
@@ -44,7 +45,7 @@ def audit(facts: StepFacts, units: dict[ParamKey, str]) -> list[Audited]:
                 suggested_experiment=remark.answer.suggested_experiment,
                 steps=[facts.context.step],
             )
-            found.append(Audited(finding, remark.effect, remark.explains))
+            found.append(Audited(finding, remark.effect, remark.params, remark.explains))
     return found
 
 

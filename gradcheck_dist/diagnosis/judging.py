@@ -6,12 +6,13 @@ is left open, and the rules name the rest.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from gradcheck_dist.diagnosis.audit import audit, audited
+from gradcheck_dist.diagnosis.audit import Audited, audit, audited
 from gradcheck_dist.diagnosis.audits.attention import open_attention
 from gradcheck_dist.diagnosis.audits.exchanges import faults, makes_up_for
 from gradcheck_dist.diagnosis.audits.facts import StepFacts
@@ -71,7 +72,7 @@ from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict, cause
 from gradcheck_dist.diagnosis.steps.thrown_away import thrown_away
 from gradcheck_dist.diagnosis.steps.uncounted_beside import uncounted
 from gradcheck_dist.diagnosis.steps.unfollowed import not_attached
-from gradcheck_dist.diagnosis.steps.units import unit_of, weights
+from gradcheck_dist.diagnosis.steps.units import parted, unit_of, weights
 from gradcheck_dist.diagnosis.weighing import Assumed, Measurements, Reading, Weighed, read_step, weigh
 from gradcheck_dist.diagnosis.weights.cells import Held, judge
 from gradcheck_dist.diagnosis.weights.few_elements import unlike_reads
@@ -239,7 +240,6 @@ def _judged(
     verdict.remarks += told_hooks(data) if verdict.findings else []
     verdict.kept_apart = kept_apart(verdict) if verdict.findings or verdict.changes else None
     relative, expected = weighed.target.relative, weighed.target.expected
-    verdict.weights = weights(step, verdict.held, verdict.units, recorded, None if relative else expected)
     found = frozenset(finding.code for finding in verdict.findings)
     on_the_way = weighed.on_the_way
     facts = StepFacts(verdict.context, data, recorded, norms, verdict.held, found, on_the_way, bool(verdict.changes))
@@ -257,6 +257,8 @@ def _judged(
             return _laid_to_backwards(with_them, facts)
     by_weights = unequal_weights(data, recorded, norms)
     remarks = [one for one in audit(facts, verdict.units) if one.finding.code != UNPAIRED or not by_weights[0]]
+    _part_units(verdict, remarks)
+    verdict.weights = weights(step, verdict.held, verdict.units, recorded, None if relative else expected)
     verdict.findings = [one for one in verdict.findings if not any(other.explains(one) for other in remarks)]
     for one in remarks:
         if not any(other.explains(one.finding) for other in remarks):
@@ -288,6 +290,18 @@ def _judged(
     if own is None and UNREDUCED in found:
         verdict.alone = judge.assuming(Assumed(drop_lost=assumed.drop_lost, alone=True))
     return verdict
+
+
+def _part_units(verdict: StepVerdict, remarks: Sequence[Audited]) -> None:
+    """Let units lie in whole in, or outside of, what the rules found besides wrong weights."""
+    before, verdict.units = verdict.units, parted(verdict.units, [one.params for one in remarks])
+    pieces: dict[str, set[str]] = defaultdict(set)
+    for param, unit in before.items():
+        pieces[unit].add(verdict.units[param])
+    for finding in [*verdict.findings, *(change.finding for change in verdict.changes)]:
+        finding.units = sorted({piece for unit in finding.units for piece in pieces.get(unit, {unit})})
+    for one in remarks:
+        one.finding.units = sorted({verdict.units.get(param, param[1]) for param in one.params})
 
 
 def _passes_are_gone(measured: list[Held], contributions: Contributions) -> bool:
@@ -413,7 +427,9 @@ def _tell(
     terms = judge_terms(verdict.context, data.events, recorded, target.expected, cases, inferred)
     verdict.reasons += terms.reasons
     verdict.remarks += terms.remarks
-    for case in [*cases, *terms.cases]:
+    told = [*cases, *terms.cases]
+    verdict.units = parted(verdict.units, [{held.param for held in case.held} for case in told])
+    for case in told:
         case.norms = norms
         finding = samples.in_sequences(_finding(case, verdict)) if target.of_samples else _finding(case, verdict)
         if finding.code == UNEXPLAINED and (means := mean_over_samples(case, verdict.held, target.tokens)):

@@ -8,7 +8,7 @@ import pytest
 from random_trainers import global_mean
 from reduced_steps import all_reduce, ended
 from simulated_step import _backward, _scale
-from simulator import BEFORE, Trainer, World
+from simulator import BEFORE, Hand, Trainer, World
 
 from gradcheck_dist.diagnosis.engine import diagnose
 from gradcheck_dist.diagnosis.finding import Report
@@ -171,3 +171,41 @@ def test_a_line_on_one_gradient_beside_a_loud_rank_is_told_of_that_one() -> None
     told = {finding.pattern: finding.units for finding in ended(world).findings}
     assert told.pop("every contribution x 0.5") == ["embed.weight"]
     assert list(told) == ["x 3 on data rank 1, the rest right"]
+
+
+def test_lines_on_one_gradient_each_are_told_apart_where_nothing_is_measured_between_them() -> None:
+    world = summed(1.0, accumulation=1)
+    all_reduce(world, ((0, 1),), LINE)
+    multiplied(world, 2, LINE + 1, ["embed.weight"])
+    multiplied(world, 2, LINE + 2, ["norm.weight"])
+    told = {tuple(one.units): one.first_event and one.first_event.line for one in ended(world).findings}
+    assert told == {("embed.weight",): LINE + 1, ("norm.weight",): LINE + 2}
+
+
+def test_a_line_on_one_gradient_lends_nothing_to_what_all_are_off_by_there() -> None:
+    world = summed(1.0, accumulation=1)
+    all_reduce(world, ((0, 1),), LINE)
+    multiplied(world, 1.3, LINE + 1)
+    multiplied(world, 2, LINE + 2, ["embed.weight"])
+    told = {one.num_parameters: one for one in ended(world).findings}
+    assert sorted(told) == [1, 3]
+    assert told[1].first_event is not None and told[1].first_event.line == LINE + 2
+    assert (told[1].units, told[1].factor.observed) == (["embed.weight"], pytest.approx(2, rel=1e-4))
+    assert told[3].factor.observed == pytest.approx(1.3, rel=1e-4)
+
+
+def test_a_pass_that_a_wrapper_does_not_reduce_would_have_been_averaged_as_the_others_are() -> None:
+    """Losses that are too small by the ranks make what was not averaged look right."""
+    trainer = Trainer(root=global_mean(1.0), data_ranks=2, sync="inverted", accumulation=2)
+    told = {finding.code: finding for finding in diagnose(World(trainer, 3).run()).findings}
+    assert told["GS303"].factor.observed == pytest.approx(0.5, rel=1e-4)
+    assert told["GS303"].num_parameters == 3
+    assert set(told) == {"GS103", "GS303"}
+
+
+def test_a_line_that_makes_one_stage_s_gradient_right_is_not_what_all_others_lack() -> None:
+    doubled = Hand("before_optimizer", 2.0, params=frozenset({"norm.weight"}), stages=frozenset({1}))
+    trainer = Trainer(root=global_mean(0.5), impl="none", data_ranks=1, stages=2, microbatches=2, hands=(doubled,))
+    (finding,) = diagnose(World(trainer, 3).run()).findings
+    assert (finding.code, finding.factor.observed) == ("GS303", pytest.approx(0.5, rel=1e-4))
+    assert not any("norm.weight" in unit for unit in finding.units if unit.startswith("stage 1"))

@@ -166,7 +166,7 @@ def faults(data: StepData, contributions: Contributions, weights_right: bool) ->
         known = fault.shared or fault.passed.forward in (SWAP, MOVE)
         if weights_right and known and not undone and not _inside_a_loss(data, fault.passed):
             result.found.append(fault)
-        elif weights_right or undone:
+        else:
             result.reasons.append(
                 f"gradients come back through {fault.name} ({fault.where}) x {fault.passed.factor:.6g} of the "
                 f"transpose of its forward, which another line may make up for: {BY_VERIFY}"

@@ -370,7 +370,7 @@ def _collect(every: list[Judged]) -> list[Blame]:
                 continue  # another's doing hides what this one did
             cell = one.cell
             if (one.shares and len(one.shares) != len(shares)) or len(shares) > 1:
-                cell = _with_share(cell, prod(shares))
+                cell = with_share(cell, prod(shares))
             cells.append((one.held, cell))
             repeats.append(_repeats(one, culprit))
         result.append(Blame(culprit, cells, repeats))
@@ -387,7 +387,7 @@ def _as_measured_best(culprit: Culprit, told: list[tuple[Judged, Culprit]]) -> C
     return replace(culprit, factor=shown.factor) if by_noise else culprit
 
 
-def _with_share(cell: Cell, share: float) -> Cell:
+def with_share(cell: Cell, share: float) -> Cell:
     """A cell that shows a share of its ratio: known as well, relatively, as the whole."""
     if not cell.ratio or not share:
         return replace(cell, ratio=share)

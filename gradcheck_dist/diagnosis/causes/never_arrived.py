@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import log
+from math import log, prod
 
 from gradcheck_dist.diagnosis.causes.account import Account, Step, event_at
 from gradcheck_dist.diagnosis.causes.culprit import Culprit, culprit_of_gap, last_backward
@@ -17,7 +17,7 @@ from gradcheck_dist.diagnosis.causes.hands import FAINT, Judged
 from gradcheck_dist.diagnosis.weights.cells import Cell
 from gradcheck_dist.diagnosis.weights.factors import name_number
 from gradcheck_dist.events import Backward, Event, Reduce
-from gradcheck_dist.ledger.contributions import Contributions
+from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
 from gradcheck_dist.ledger.tracks import StepData
 
 NAMELESS = 10.0
@@ -59,6 +59,7 @@ def never_arrived(
             missing.add(_slot(one))
     place = contributions.coordinate
     missing |= _with_own_alone(place, every, missing)
+    summed_alone = _lacking_summands(every, missing)
     unseen, elsewhere = {one.held.rank: one for one in brought}, {one.held.param for one in brought}
     rest, culprits = [], dict[int, Culprit]()
     with_holder: dict[Slot, tuple[Judged, Culprit]] = {}
@@ -68,6 +69,9 @@ def never_arrived(
         own = place.get(one.held.rank) == one.cell.key[0] or _slot(one) not in with_own
         if _slot(one) not in missing or (one.account.arrived and not own):
             rest.append(one)
+            continue
+        if _slot(one) in summed_alone and not one.gone:
+            rest.append(one)  # a sum over ranks of one batch would have left it as it is
             continue
         event = last_backward(data, one.held, one.held.rank)
         culprit = Culprit("backward", one.held.rank, event, factor=one.cell.ratio, absent=True)
@@ -135,6 +139,17 @@ def _with_own_alone(place: Mapping[int, int], every: Sequence[Judged], missing: 
     return {_slot(one) for one in every if id(one.held) in without and _slot(one) not in shared[id(one.held)]}
 
 
+def _lacking_summands(every: Sequence[Judged], missing: set[Slot]) -> set[Slot]:
+    """The slots in which all that is missing are other ranks' summands of contributions of which some came: ranks of
+    one batch add these up, and no average is lacking."""
+    gone: dict[Slot, set[ContributionKey]] = defaultdict(set)
+    came: dict[Slot, set[ContributionKey]] = defaultdict(set)
+    for one in every:
+        if _slot(one) in missing:
+            (gone if one.gone else came)[_slot(one)].add(one.cell.key)
+    return {slot for slot, keys in gone.items() if keys <= came[slot]}
+
+
 def _thrown_away(
     contributions: Contributions, every: Sequence[Judged], wrong: Sequence[Judged]
 ) -> list[tuple[Judged, Culprit]]:
@@ -181,13 +196,23 @@ def _halves(
             by_sizes[sizes] += found
     halves = []
     for sizes, found in by_sizes.items():
-        left = min((*sizes, 1.0), key=lambda left: _cost(found, left, quantities))
+        lefts = [left for left in (*sizes, 1.0) if _as_in_other_passes(found, every, missing, left)]
+        left = min(lefts or (*sizes, 1.0), key=lambda left: _cost(found, left, quantities))
         for one in found:
             one.shares.clear()
             halves.append(Half(one, culprits[id(one.held)], left, one.cell, one.account))
             one.cell = _without(one.cell, left)
             one.account = replace(one.account, root=one.account.root / left)
     return halves
+
+
+def _as_in_other_passes(found: Sequence[Judged], every: Sequence[Judged], missing: set[Slot], left: float) -> bool:
+    """Whether recorded reductions of the same gradients in other passes, of which some are there, divide all that they
+    bring by `left`: a wrapper that averages in one pass would do so in the next."""
+    mine = {id(one.held) for one in found}
+    others = [one for one in every if id(one.held) in mine and _slot(one) not in missing and _reductions(one)]
+    factors = [prod(step.factor for step in _reductions(one)) for one in others]
+    return bool(factors) and all(abs(factor * left - 1) <= LEAST for factor in factors)
 
 
 def _sizes(contributions: Contributions, slot: tuple[int, int], known: set[int], num_arrived: int) -> tuple[float, ...]:

@@ -3,7 +3,7 @@ parameters, or some ranks. The loss is not to blame for them, since the others c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import log, prod
 
 from gradcheck_dist.diagnosis.causes.account import Gap
@@ -36,6 +36,7 @@ def give_spared(wrong: Sequence[Judged], every: Sequence[Judged], *, sure: bool 
             own, gap = found
             one.shares.append((_culprit(own, one.cell.ratio, gap.factor), one.cell.ratio))
     _give_rest(wrong)
+    _leave_to_losses(wrong, helped)
     return [one for one in wrong if not (one.shares and one.shares[0][0].spared is not None)]
 
 
@@ -50,6 +51,27 @@ def _give_rest(wrong: Sequence[Judged]) -> None:
         culprit = like.shares[0][0]
         if any(gap.start is culprit.event and gap.end is culprit.before for gap in one.account.gaps):
             one.shares.append((culprit, one.cell.ratio))
+
+
+def _leave_to_losses(wrong: Sequence[Judged], helped: Mapping[tuple[object, ...], Sequence[Judged]]) -> None:
+    """Take back what was given to lines, where others are off by the same on stages or ranks that these lines do not
+    reach, and only few came right by them: one number before the losses explains all of it, and the lines' own number,
+    which makes up for that in a few gradients, is not what the others lack."""
+    told = [one for one in wrong if one.shares and one.shares[0][0].spared is not None]
+    rest = [one for one in wrong if not one.shares and not one.gone and _as_its_loss(one)]
+    right = {(one.held.param, one.held.rank) for of_place in helped.values() for one in of_place}
+    if len(right) >= len({(one.held.param, one.held.rank) for one in (*told, *rest)}):
+        return
+    for one in told:
+        alike = (other for other in rest if other.cell.key == one.cell.key and _as_its_loss(one))
+        if any(abs(one.cell.ratio - other.cell.ratio) <= one.cell.margin + other.cell.margin for other in alike):
+            one.shares.clear()
+
+
+def _as_its_loss(one: Judged) -> bool:
+    """Whether all that happened to a weight is recorded, and says what it is off by."""
+    untouched = abs(_unseen(one) - 1) <= one.tolerance + SAME
+    return untouched and abs(one.documented - one.cell.ratio) <= one.cell.margin + SAME
 
 
 def _lacks(one: Judged, other: Judged) -> tuple[Gap, Gap] | None:

@@ -66,7 +66,7 @@ def report_of(
             not_triggered=sorted({rule.CODE for rule in all_rules()} - triggered - set(failed)),
         ),
         coverage=coverage,
-        units=unit_list(verdicts[0].units if verdicts else {}),
+        units=unit_list([verdict.units for verdict in verdicts]),
         weights=[weight for verdict in verdicts for weight in verdict.weights],
         overhead=overhead(run),
         metrics={name: [value for _, value in pairs] for name, pairs in series.items()},

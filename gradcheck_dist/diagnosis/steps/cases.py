@@ -13,6 +13,7 @@ from gradcheck_dist.diagnosis.causes.beside import reduced_beside
 from gradcheck_dist.diagnosis.causes.blame import Blame, accounted, blame
 from gradcheck_dist.diagnosis.causes.case import Case, common_factor, is_common_factor, join_alike, name_case
 from gradcheck_dist.diagnosis.causes.culprit import Culprit, blame_loss, order
+from gradcheck_dist.diagnosis.causes.lines_apart import lines_apart
 from gradcheck_dist.diagnosis.causes.own_lines import (
     behind_bare_sum,
     line_between,
@@ -149,7 +150,8 @@ def _cases(verdict: StepVerdict, judged: list[Held]) -> list[Case]:
     found = blame(verdict.data, verdict.contributions, judged, quantities, relative=verdict.context.relative)
     found = [one for one in found if not all(cell.right for _, cell in one.cells)] or found  # made up for by itself
     found = _of_one_fault(found, judged, verdict.contributions, of_tasks=verdict.context.of_tasks)
-    cases = [_case(verdict, blamed, judged) for one in found for blamed in _without_emptied(one)]
+    parts = (part for one in found for blamed in _without_emptied(one) for part in lines_apart(verdict.data, blamed))
+    cases = [_case(verdict, part, judged) for part in parts]
     join_alike(cases, sum(bool(held.cells) for held in verdict.held))
     return without_skipped(without_divisions_alone(cases), judged)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from statistics import median
@@ -39,12 +40,42 @@ def unit_of(held: list[Held]) -> dict[ParamKey, str]:
             name = "all parameters" if len(of_stage) == 1 else _unit_name([param[1] for param in sorted(params)])
             if len(groups) > 1:
                 name = f"stage {stage}" if len(of_stage) == 1 else f"stage {stage}: {name}"
-            base, count = name, 2
-            while name in taken:
-                name, count = f"{base} ({count})", count + 1
-            taken.add(name)
+            names.update(dict.fromkeys(params, _free(name, taken)))
+    return names
+
+
+def parted(units: Mapping[ParamKey, str], concerned: Iterable[Collection[ParamKey]]) -> dict[ParamKey, str]:
+    """The same units, those cut in pieces of which a fault concerns some parameters and not the others: weights may
+    come out alike and be wrong in these alone (summands of ranks, what an earlier step left).
+
+    Args:
+        units: the unit of each parameter.
+        concerned: the parameters of each fault.
+    """
+    faults: dict[ParamKey, list[int]] = defaultdict(list)
+    for nr, params in enumerate(concerned):
+        for param in params:
+            faults[param].append(nr)
+    pieces: dict[str, dict[tuple[int, ...], list[ParamKey]]] = defaultdict(lambda: defaultdict(list))
+    for param, unit in units.items():
+        pieces[unit][tuple(faults[param])].append(param)
+    names, taken = dict(units), set(units.values())
+    several = len({stage for stage, _ in units}) > 1
+    for of_unit in pieces.values():
+        for params in of_unit.values() if len(of_unit) > 1 else ():
+            name = _unit_name([param[1] for param in sorted(params)])
+            name = _free(f"stage {params[0][0]}: {name}" if several else name, taken)
             names.update(dict.fromkeys(params, name))
     return names
+
+
+def _free(name: str, taken: set[str]) -> str:
+    """A name that no unit has yet, which it is from now on."""
+    base, count = name, 2
+    while name in taken:
+        name, count = f"{base} ({count})", count + 1
+    taken.add(name)
+    return name
 
 
 def _looseness(ratios: Ratios) -> float:
@@ -76,10 +107,14 @@ def _unit_name(params: list[str]) -> str:
     return ".".join(common) + ".*" if common else f"{params[0]} and {len(params) - 1} more"
 
 
-def unit_list(units: dict[ParamKey, str]) -> list[UnitInfo]:
-    members: dict[str, list[str]] = defaultdict(list)
-    for param, unit in units.items():
-        members[unit].append(param[1])
+def unit_list(of_steps: Sequence[Mapping[ParamKey, str]]) -> list[UnitInfo]:
+    """The units of the first step, and those of later ones that have names of their own."""
+    members: dict[str, list[str]] = {}
+    for units in of_steps:
+        of_step: dict[str, list[str]] = defaultdict(list)
+        for param, unit in units.items():
+            of_step[unit].append(param[1])
+        members = {**of_step, **members}
     return [UnitInfo(unit=unit, parameters=sorted(set(names))) for unit, names in sorted(members.items())]
 
 
