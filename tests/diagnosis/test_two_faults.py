@@ -209,3 +209,15 @@ def test_a_line_that_makes_one_stage_s_gradient_right_is_not_what_all_others_lac
     (finding,) = diagnose(World(trainer, 3).run()).findings
     assert (finding.code, finding.factor.observed) == ("GS303", pytest.approx(0.5, rel=1e-4))
     assert not any("norm.weight" in unit for unit in finding.units if unit.startswith("stage 1"))
+
+
+def test_a_gradient_that_is_not_averaged_hides_nothing_of_a_loud_rank() -> None:
+    """Most gradients tell which losses have the scale that was meant, where none comes out right in all of them."""
+    world = summed(2.0, loud=3.0, accumulation=2)
+    reduced = ["layers.0.weight", "norm.weight"]
+    all_reduce(world, ((0, 1),), LINE, names=reduced)
+    multiplied(world, 1 / 2, LINE + 1, reduced)
+    told = {finding.code: finding for finding in ended(world).findings}
+    assert (told["GS103"].units, told["GS103"].factor.observed) == (["embed.weight"], pytest.approx(2, rel=1e-4))
+    assert told["GS000"].pattern == "x 3 on data rank 1, the rest right"
+    assert len(told) == 2

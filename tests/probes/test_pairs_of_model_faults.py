@@ -12,8 +12,8 @@ from gradcheck_dist.trace.run import read_run
 from gradcheck_dist.trainer.launch import launch
 
 
-def judged(run_dir: Path, *faults: str) -> Report:
-    launch("model_pair_workers:train", (faults, str(run_dir)), 2, timeout_s=60)
+def judged(run_dir: Path, *faults: str, worker: str = "train") -> Report:
+    launch(f"model_pair_workers:{worker}", (faults, str(run_dir)), 2, timeout_s=60)
     return diagnose(read_run(run_dir))
 
 
@@ -42,3 +42,16 @@ def test_a_sum_too_many_in_backward_stays_a_reason_beside_another_fault(tmp_path
     report = judged(tmp_path / "run", "summed twice in backward", "head doubled")
     assert told(report) == {"GS000": ["head.weight"]}
     assert any("gradients come back through SumTwice" in reason and "x 2" in reason for reason in report.reasons)
+
+
+@pytest.mark.parametrize("faults", [(), ("expert doubled",), ("expert doubled", "head doubled")])
+def test_a_line_that_takes_back_a_division_is_told_and_no_reduction(faults: tuple[str, ...], tmp_path: Path) -> None:
+    """Nothing is measured between the two, and what they make together is nothing."""
+    report = judged(tmp_path / "run", *faults, worker="train_experts")
+    assert [one.code for one in report.findings] == ["GS000"] * len(faults)
+    lines = {one.units[0].split(".")[0]: one.first_event for one in report.findings}
+    assert sorted(lines) == sorted(fault.split()[0] for fault in faults)
+    for name, event in lines.items():
+        assert event is not None and event.kind == "grad_write" and event.line is not None
+        source = (Path(__file__).parent / "model_pair_workers.py").read_text().splitlines()[event.line - 1]
+        assert f"model.{name}.weight.grad.mul_" in source

@@ -18,7 +18,7 @@ from gradcheck_dist.diagnosis.causes.places import line_of
 from gradcheck_dist.diagnosis.causes.routes import SAME
 from gradcheck_dist.diagnosis.weights.cells import Cell, Held
 from gradcheck_dist.diagnosis.weights.written import is_exactly_written
-from gradcheck_dist.events import SCALED, Backward, GradWrite, Reduce
+from gradcheck_dist.events import SCALED, Backward, GradWrite, OptimizerStep, Reduce
 from gradcheck_dist.ledger.contributions import ContributionKey
 from gradcheck_dist.ledger.tracks import StepData
 
@@ -46,6 +46,34 @@ def lines_apart(data: StepData, blamed: Blame) -> list[Blame]:
             if (parts := _parted(data, blamed, numbers, chosen)) is not None:
                 return parts
     return [blamed]
+
+
+def by_a_line(data: StepData, blamed: Blame, judged: Sequence[Held]) -> Blame:
+    """The same, laid to a line of the program's own where a reduction seems to have the wrong constant: of what is off,
+    and of nothing that is right, one line behind it is seen to multiply all by just the number that it is off by. What
+    the program divides by in between made up for it, and shows as nothing."""
+    culprit, ratios = blamed.culprit, [cell.ratio for _, cell in blamed.cells]
+    event = culprit.event
+    if not (culprit.wrong_constant and isinstance(event, Reduce)) or culprit.unrecorded or not blamed.cells:
+        return blamed
+    rank, off = culprit.rank, ratios[0]
+    last = max((one.seq for one in data.events[rank] if isinstance(one, OptimizerStep)), default=None)
+    before = data.event_of[rank].get(last) if last is not None else None
+    if before is None or any(abs(ratio - off) > SAME * abs(off) for ratio in ratios):
+        return blamed
+    mine = params_on(data, [held for held in blamed.held if held.rank == rank], rank)
+    right = [held for held in judged if held.rank == rank and any(cell.right for cell in held.cells)]
+    others = params_on(data, right, rank)
+    unseen = replace(culprit, unrecorded=True, before=before, wrong_constant=False, nominal=1.0, factor=off)
+    lines: dict[Line, set[int]] = {}
+    for one in between(data, unseen, rank):
+        line = line_of(one) if isinstance(one, GradWrite) and one.op == SCALED and one.params is not None else None
+        if line is None or not isinstance(one, GradWrite) or not is_exactly_written(one.factor):
+            continue
+        if abs((one.factor or 0.0) - off) <= SAME * abs(off):
+            lines.setdefault(line, set()).update(data.params_of(rank, one.params))
+    such = [params for params in lines.values() if mine and mine <= params and params.isdisjoint(others)]
+    return Blame(unseen, blamed.cells, blamed.repeats) if len(such) == 1 else blamed
 
 
 def _parted(

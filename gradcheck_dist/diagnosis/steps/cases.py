@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from statistics import median
@@ -13,7 +13,7 @@ from gradcheck_dist.diagnosis.causes.beside import reduced_beside
 from gradcheck_dist.diagnosis.causes.blame import Blame, accounted, blame
 from gradcheck_dist.diagnosis.causes.case import Case, common_factor, is_common_factor, join_alike, name_case
 from gradcheck_dist.diagnosis.causes.culprit import Culprit, blame_loss, order
-from gradcheck_dist.diagnosis.causes.lines_apart import lines_apart
+from gradcheck_dist.diagnosis.causes.lines_apart import by_a_line, lines_apart
 from gradcheck_dist.diagnosis.causes.own_lines import (
     behind_bare_sum,
     line_between,
@@ -57,7 +57,7 @@ def cases_of(
     quiet = not held_alone and all(cell.right for held in together for cell in held.cells)
     matrix = verdict.held if held_alone else together
     wrong = {cell.key for held in matrix for cell in held.cells if not cell.right}
-    right = {cell.key for held in matrix for cell in held.cells} - wrong
+    right = ({cell.key for held in matrix for cell in held.cells} - wrong) or _mostly_right(matrix)
     found = own_objective(verdict.contributions, target, right)
     if found is not None and held_alone:
         line = token_line(accounted(verdict.data, verdict.contributions, matrix), verdict.contributions)
@@ -113,6 +113,15 @@ def cases_of(
     return [_case(verdict, Blame(culprit, cells, [0] * len(cells)), verdict.held), *rest]
 
 
+def _mostly_right(matrix: Sequence[Held]) -> set[ContributionKey]:
+    """The contributions that came out right in most gradients, where none did in all: their losses have the scale that
+    was meant, whatever was done to a few gradients besides."""
+    counts: dict[ContributionKey, int] = defaultdict(int)
+    for cell in (cell for held in matrix for cell in held.cells):
+        counts[cell.key] += 1 if cell.right else -1
+    return {key for key, count in counts.items() if count > 0}
+
+
 def _as_losses(verdict: StepVerdict, judged: list[Held]) -> float | None:
     """The factor by which most gradients are off, all alike, and the losses that they come from as well: that is the
     losses' scale, where nothing else tells it. None where there is none."""
@@ -150,6 +159,7 @@ def _cases(verdict: StepVerdict, judged: list[Held]) -> list[Case]:
     found = blame(verdict.data, verdict.contributions, judged, quantities, relative=verdict.context.relative)
     found = [one for one in found if not all(cell.right for _, cell in one.cells)] or found  # made up for by itself
     found = _of_one_fault(found, judged, verdict.contributions, of_tasks=verdict.context.of_tasks)
+    found = [by_a_line(verdict.data, one, judged) for one in found]
     parts = (part for one in found for blamed in _without_emptied(one) for part in lines_apart(verdict.data, blamed))
     cases = [_case(verdict, part, judged) for part in parts]
     join_alike(cases, sum(bool(held.cells) for held in verdict.held))
