@@ -326,6 +326,11 @@ UNSEEN_UPDATE = (
     "parameters are changed by no optimizer of torch.optim, and .grad was emptied before anybody saw what was read. "
     "Leave gradients there until the next forward pass, or empty them with zero_grad() or .grad = None"
 )
+REPLACED_UNSEEN = (
+    "parameters are changed by no optimizer of torch.optim, gradients were put in the place of others, and some were "
+    "emptied before anybody saw what was read. Write to gradients in place (p.grad.mul_), or leave them there until the "
+    "next forward pass"
+)
 UPDATED_INSIDE = (
     "parameters are changed inside of the backward pass, by no step of an optimizer of torch.optim: what such an "
     "update reads is not followed"

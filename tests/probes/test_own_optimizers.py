@@ -248,6 +248,34 @@ def test_gradients_that_were_replaced_before_they_were_emptied_by_hand_are_what_
     assert (report.verdict, report.findings) == ("clean", []), report.reasons
 
 
+def test_gradients_that_were_replaced_and_seen_before_they_were_taken_away_are_what_was_read(tmp_path: Path) -> None:
+    """One that was summed over ranks behind that is known, and made all others look wrong."""
+
+    def replaced(model: nn.Module) -> None:
+        for param in model.parameters():
+            param.grad = grad(param) * ACCUMULATION
+        assert torch.stack([grad(param).norm() for param in model.parameters()]).norm() > 0
+        set_to_none(model)
+
+    report = judged(tmp_path, replaced, divisor=ACCUMULATION)
+    assert (report.verdict, report.findings) == ("clean", []), report.reasons
+
+
+def test_where_some_gradients_are_seen_to_be_replaced_others_that_nobody_saw_leave_the_step_open(
+    tmp_path: Path,
+) -> None:
+    def replaced(model: nn.Module) -> None:
+        for nr, param in enumerate(model.parameters()):
+            param.grad = grad(param) * ACCUMULATION
+            if nr == 0:
+                grad(param).mul_(1.0)
+        set_to_none(model)
+
+    report = judged(tmp_path, replaced, divisor=ACCUMULATION)
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert any("put in the place of others" in reason for reason in report.reasons), report.reasons
+
+
 def test_an_update_that_may_divide_by_itself_accuses_nobody(tmp_path: Path) -> None:
     report = judged(tmp_path, dividing, divisor=1 / ACCUMULATION)
     assert (report.verdict, report.findings) == ("undetermined", [])

@@ -27,6 +27,7 @@ from gradcheck_dist.events import (
     BEFORE,
     OWN_OPTIMIZER,
     OWN_OPTIMIZER_PROBE,
+    REPLACED_UNSEEN,
     UNSEEN_UPDATE,
     UPDATED_INSIDE,
     OptimizerStep,
@@ -61,6 +62,7 @@ class OwnOptimizer:
         self._noted: list[Noted] = []
         self.grads: dict[int, tuple[ParamInfo, Tensor]] = {}  # by parameter
         self._forward: Any = None  # a hook that waits for the next module that is called, while gradients are held
+        self._replaced: set[int] = set()  # parameters in the place of whose gradient another one was seen
         self._zero: set[int] = set()  # parameters whose gradient is zero as it came
         self._emptied: dict[int, tuple[LocalPlan, Tensor]] = {}  # by parameter, what was read before it was emptied
         self._norms: dict[int, tuple[int, int, PendingNorms]] = {}  # and its norm
@@ -92,7 +94,9 @@ class OwnOptimizer:
         self._emptied.clear()
         self._norms.clear()
         self._received.clear()
+        self._replaced.clear()
         self._places.clear()
+        self._recorder.places.moved = self._moved_to
         held = {info.id: info for info, _ in self.grads.values()} | touched
         self.grads = {key: (info, grad) for key, info in held.items() if (grad := _kept(info)) is not None}
         self._moved = {id(grad): info for info, grad in self.grads.values() if info.param.grad is None}
@@ -104,6 +108,14 @@ class OwnOptimizer:
         self.note([info.param for info, _ in self.grads.values() if not info.regions])
         if self._forward is None:
             self._forward = register_module_forward_pre_hook(self._called)
+
+    def _moved_to(self, info: ParamInfo) -> None:
+        """A gradient was seen to lie elsewhere: one that a line put in the place of what the pass left is what will be
+        read (`p.grad = p.grad * c`)."""
+        grad = _kept(info) if self._recorder.current is None else None
+        if grad is not None and info.id in self.grads and grad is not self.grads[info.id][1]:
+            self.grads[info.id] = (info, grad)
+            self._replaced.add(info.id)
 
     def _updated_inside(self) -> bool:
         """Whether most parameters hold other values than before the pass. On an accelerator that is told later, and the
@@ -195,10 +207,13 @@ class OwnOptimizer:
         held = [(info, grad if info.param.grad is None else info.param.grad) for info, grad in own]
         emptied = {key: found for key, found in self._emptied.items() if key not in self._received}
         norms = [norm for key, norm in self._norms.items() if key not in self._received]
+        gone = [info.id for info, _ in own if info.param.grad is None]
+        unseen = bool(self._replaced) and not self._replaced.issuperset(gone)  # replaced, too, where nobody looked
         self._begun, self.grads, self._moved = False, {}, {}
         self._emptied.clear()
         self._norms.clear()
         self._received.clear()
+        self._replaced.clear()
         if not recorder.recording:
             recorder.end_step()
             return
@@ -207,6 +222,10 @@ class OwnOptimizer:
         there = [(info, grad) for info, grad in left if info.id in self._zero or _is_there(grad)]
         if len(there) + len(emptied) < len(infos) and recorder.sampling:
             recorder.status(OWN_OPTIMIZER_PROBE, False, UNSEEN_UPDATE)
+            recorder.end_step()
+            return
+        if unseen and recorder.sampling:
+            recorder.status(OWN_OPTIMIZER_PROBE, False, REPLACED_UNSEEN)
             recorder.end_step()
             return
         for info, grad in there:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ class Places:
         self._num_fruitless = 0
         self._asked_since_pass = False
         self.by_value = FlatCopies(registry.infos)
+        self.moved: Callable[[ParamInfo], None] | None = None  # is told whose gradient lies where it did not lie before
 
     def step_begins(self) -> None:
         self._num_fruitless = 0
@@ -146,6 +147,8 @@ class Places:
             self._spans[index] = _span(place[1]) if place is not None else (0, 0)
             if address:
                 self._at[address] = index
+            if address and not is_copy and self.moved is not None:
+                self.moved(owner)
         return has_moved
 
 
