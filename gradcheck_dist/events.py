@@ -328,8 +328,8 @@ UNSEEN_UPDATE = (
 )
 REPLACED_UNSEEN = (
     "parameters are changed by no optimizer of torch.optim, gradients were put in the place of others, and some were "
-    "emptied before anybody saw what was read. Write to gradients in place (p.grad.mul_), or leave them there until the "
-    "next forward pass"
+    "emptied before anybody saw what was read. Write to gradients in place (p.grad.mul_), or leave them there until "
+    "the next forward pass"
 )
 UPDATED_INSIDE = (
     "parameters are changed inside of the backward pass, by no step of an optimizer of torch.optim: what such an "
