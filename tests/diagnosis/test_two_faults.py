@@ -221,3 +221,32 @@ def test_a_gradient_that_is_not_averaged_hides_nothing_of_a_loud_rank() -> None:
     assert (told["GS103"].units, told["GS103"].factor.observed) == (["embed.weight"], pytest.approx(2, rel=1e-4))
     assert told["GS000"].pattern == "x 3 on data rank 1, the rest right"
     assert len(told) == 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_line_on_one_gradient_leaves_a_buffer_that_passes_divide_its_law(ranks: int) -> None:
+    """What the line doubles comes out right where the others are halved, and says nothing of what these lack."""
+    trainer = Trainer(root=global_mean(1.0 * ranks), impl="none", data_ranks=ranks, accumulation=3)
+    world = World(trainer, 3)
+    for k in range(3):
+        _backward(world, k, 0)
+        if k < 2:
+            multiplied(world, 1 / 2, LINE)
+    if ranks > 1:
+        all_reduce(world, ((0, 1),), LINE + 2)
+        multiplied(world, 1 / 2, LINE + 3)
+    multiplied(world, 2, LINE + 5, ["norm.weight"])
+    halved, doubled = sorted(ended(world).findings, key=lambda finding: -finding.num_parameters)
+    assert halved.pattern == "x 0.25 0.5 1 by accumulation step: 1 * 0.5^(K-1-k)"
+    assert (halved.num_parameters, halved.first_event and halved.first_event.line) == (3, LINE)
+    assert (doubled.units, doubled.factor.observed) == (["norm.weight"], pytest.approx(2, rel=1e-4))
+    assert doubled.first_event is not None and doubled.first_event.line == LINE + 5
+
+
+def test_a_line_that_unscales_a_few_gradients_is_what_the_others_lack() -> None:
+    world = summed(1024 * 2.0, accumulation=1)
+    all_reduce(world, ((0, 1),), LINE)
+    multiplied(world, 1 / 2, LINE + 1)
+    multiplied(world, 1 / 1024, LINE + 2, ["norm.weight"])
+    (finding,) = ended(world).findings
+    assert (finding.num_parameters, finding.factor.observed) == (2, pytest.approx(1024, rel=1e-4))

@@ -15,6 +15,7 @@ from gradcheck_dist.diagnosis.causes.account import Account, Gap, account
 from gradcheck_dist.diagnosis.causes.brackets import merge
 from gradcheck_dist.diagnosis.causes.culprit import Culprit, culprit_of_gap, last_backward, order
 from gradcheck_dist.diagnosis.causes.early_clips import give_early_clips
+from gradcheck_dist.diagnosis.causes.few_lines import free_of_few
 from gradcheck_dist.diagnosis.causes.hands import (
     NOISY,
     Judged,
@@ -90,7 +91,13 @@ def blame(
     every = accounted(data, contributions, judged)
     if scales_by_hand(data):
         free_of_scales(data, contributions, every)
-    return _blame(data, contributions, judged, every, quantities, relative=relative)
+    lines = free_of_few(data, every)
+    found = _blame(data, contributions, judged, every, quantities, relative=relative)
+    for one in lines:
+        found.append(
+            Blame(one.culprit, [(h, with_share(cell, one.number)) for h, cell in one.cells], [1] * len(one.cells))
+        )
+    return found
 
 
 def _blame(
