@@ -90,7 +90,8 @@ def train_experts(faults: tuple[str, ...], run_dir: str) -> None:
     """Two steps of means over all tokens of two ranks, whose gradients are averaged, those of experts by a division.
 
     Args:
-        faults: "expert doubled" multiplies the expert's gradient by the ranks again, "head doubled" that of the head.
+        faults: "expert doubled" multiplies the expert's gradient by the ranks again, "head doubled" that of the head,
+            "losses doubled" all losses, "not reduced" leaves the other parameters out of the reduction.
     """
     from gradcheck_dist.probes import attach
 
@@ -104,8 +105,8 @@ def train_experts(faults: tuple[str, ...], run_dir: str) -> None:
             generator = torch.Generator().manual_seed(10 * step + rank)
             tokens, labels = torch.randint(0, WORDS, (2, 4, 6), generator=generator)
             loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), reduction="sum")
-            (loss / labels.numel()).backward()
-            for param in (model.embedding.weight, model.head.weight):
+            (loss * (2 if "losses doubled" in faults else 1) / labels.numel()).backward()
+            for param in (model.embedding.weight, model.head.weight) if "not reduced" not in faults else ():
                 dist.all_reduce(param.grad, op=dist.ReduceOp.SUM)
                 param.grad.div_(ranks)  # type: ignore[union-attr]
             flat = model.expert.weight.grad.flatten()  # type: ignore[union-attr]

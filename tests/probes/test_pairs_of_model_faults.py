@@ -55,3 +55,9 @@ def test_a_line_that_takes_back_a_division_is_told_and_no_reduction(faults: tupl
         assert event is not None and event.kind == "grad_write" and event.line is not None
         source = (Path(__file__).parent / "model_pair_workers.py").read_text().splitlines()[event.line - 1]
         assert f"model.{name}.weight.grad.mul_" in source
+
+
+def test_a_sum_over_one_rank_and_the_division_behind_it_are_no_two_faults_beside_others(tmp_path: Path) -> None:
+    report = judged(tmp_path / "run", "losses doubled", "not reduced", worker="train_experts")
+    assert sorted(one.code for one in report.findings) == ["GS103", "GS303"]
+    assert [one.factor.observed for one in report.findings] == [pytest.approx(2, rel=1e-4)] * 2

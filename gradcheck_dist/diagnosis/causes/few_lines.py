@@ -38,7 +38,8 @@ class OfLine:
 
 
 def free_of_few(data: StepData, every: Sequence[Judged]) -> list[OfLine]:
-    """Free weights of the numbers of such lines.
+    """Free weights of the numbers of such lines. A division is left where it is: of an average by hand, others may lack
+    both halves.
 
     Returns:
         What each line did.
@@ -49,7 +50,7 @@ def free_of_few(data: StepData, every: Sequence[Judged]) -> list[OfLine]:
         numbers = {round(_number(data, writes, one), 12) for one in touched}
         number = numbers.pop() if len(numbers) == 1 else 1.0
         others = [one for one in every if not _writes_to(data, writes, one)]
-        if number == 1 or 2 * _num_held(touched) >= _num_held(every) or not _off_by(number, touched, others):
+        if abs(number) <= 1 or 2 * _num_held(touched) >= _num_held(every) or not _off_by(number, touched, others):
             continue
         if _left_out(touched, others):
             continue
