@@ -171,7 +171,7 @@ def test_passes_that_add_nothing_though_their_flag_is_set_are_found(tmp_path: Pa
     """In AMD-AGI/Primus#1046 the flag that the first pass left kept all later ones from adding their gradient."""
     train(tmp_path, "once", 1.0)
     [finding] = diagnose(read_run(tmp_path)).findings
-    assert (finding.code, finding.units) == ("GS401", ["all parameters"])
+    assert (finding.code, finding.units) == ("GS401", ["inner.weight"])
     assert finding.explanation.startswith(
         "In accumulation step 1, 2 a gradient arrived at the functions of inner.weight"
     )

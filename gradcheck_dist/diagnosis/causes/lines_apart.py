@@ -38,7 +38,8 @@ def lines_apart(data: StepData, blamed: Blame) -> list[Blame]:
     if not culprit.unrecorded or culprit.in_flight or culprit.unheard or culprit.spared is not None:
         return [blamed]
     numbers = _numbers(data, culprit, blamed.held)
-    lines = sorted({line for of_held in numbers.values() for line in of_held})
+    of_any = {line for of_held in numbers.values() for line in of_held}
+    lines = sorted(line for line in of_any if not all(line in of_held for of_held in numbers.values()))
     if not lines or len(lines) > MOST_LINES:
         return [blamed]
     for size in range(1, len(lines) + 1):
