@@ -294,7 +294,7 @@ def _judged(
 
 def _part_units(verdict: StepVerdict, remarks: Sequence[Audited]) -> None:
     """Let units lie in whole in, or outside of, what the rules found besides wrong weights."""
-    before, verdict.units = verdict.units, parted(verdict.units, [one.params for one in remarks])
+    before, verdict.units = verdict.units, parted(verdict.units, [one.params for one in remarks], verdict.held)
     pieces: dict[str, set[str]] = defaultdict(set)
     for param, unit in before.items():
         pieces[unit].add(verdict.units[param])
@@ -428,7 +428,7 @@ def _tell(
     verdict.reasons += terms.reasons
     verdict.remarks += terms.remarks
     told = [*cases, *terms.cases]
-    verdict.units = parted(verdict.units, [{held.param for held in case.held} for case in told])
+    verdict.units = parted(verdict.units, [{held.param for held in case.held} for case in told], verdict.held)
     for case in told:
         case.norms = norms
         finding = samples.in_sequences(_finding(case, verdict)) if target.of_samples else _finding(case, verdict)

@@ -44,14 +44,18 @@ def unit_of(held: list[Held]) -> dict[ParamKey, str]:
     return names
 
 
-def parted(units: Mapping[ParamKey, str], concerned: Iterable[Collection[ParamKey]]) -> dict[ParamKey, str]:
+def parted(
+    units: Mapping[ParamKey, str], concerned: Iterable[Collection[ParamKey]], held: Iterable[Held]
+) -> dict[ParamKey, str]:
     """The same units, those cut in pieces of which a fault concerns some parameters and not the others: weights may
     come out alike and be wrong in these alone (summands of ranks, what an earlier step left).
 
     Args:
         units: the unit of each parameter.
         concerned: the parameters of each fault.
+        held: what was measured. Parameters of which nothing was are not known to be right: they cut no unit.
     """
+    measured = {one.param for one in held if one.cells}
     faults: dict[ParamKey, list[int]] = defaultdict(list)
     for nr, params in enumerate(concerned):
         for param in params:
@@ -62,6 +66,8 @@ def parted(units: Mapping[ParamKey, str], concerned: Iterable[Collection[ParamKe
     names, taken = dict(units), set(units.values())
     several = len({stage for stage, _ in units}) > 1
     for of_unit in pieces.values():
+        if len(of_unit) == 2 and measured.isdisjoint(of_unit.get((), measured)):
+            continue
         for params in of_unit.values() if len(of_unit) > 1 else ():
             name = _unit_name([param[1] for param in sorted(params)])
             name = _free(f"stage {params[0][0]}: {name}" if several else name, taken)
