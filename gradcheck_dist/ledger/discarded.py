@@ -8,6 +8,7 @@ place throws away tokens that are never evaluated again: that is a fault and sta
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import replace
 
 from gradcheck_dist.events import SHARDING, Backward, OptimizerStep, Reduce, ZeroGrad
@@ -100,28 +101,30 @@ def evaluated_again(contributions: Contributions, lost: set[ContributionKey]) ->
             if others - {_evaluation(c)}:
                 again.add(key)
             others.add(_evaluation(c))
-    return again | {key for key in lost if True in _alike(contributions, key, lost)}
+    return again | {key for key, alike in _alike(contributions, lost) if True in alike}
 
 
 def told_apart(contributions: Contributions, lost: set[ContributionKey]) -> set[ContributionKey]:
     """Those of which it is known whether their batch was evaluated again: by labels, or by inputs and targets that are
     both others than those of all passes that may have."""
-    by_key = contributions.by_key
-    return {
-        key for key in lost & by_key.keys() if tell_batches(by_key[key]) or _alike(contributions, key, lost) == {False}
-    }
+    by_label = {key for key in lost & contributions.by_key.keys() if tell_batches(contributions.by_key[key])}
+    return by_label | {key for key, alike in _alike(contributions, lost) if alike == {False}}
 
 
-def _alike(contributions: Contributions, key: ContributionKey, lost: set[ContributionKey]) -> set[bool | None]:
-    """Whether a lost pass without labels has the batch of those on its rank that were kept, and of later ones: True for
-    the same inputs and targets, False for others of the same loop, None where one is the same (an adversary moves
+def _alike(
+    contributions: Contributions, lost: set[ContributionKey]
+) -> Iterator[tuple[ContributionKey, set[bool | None]]]:
+    """Whether each lost pass without labels has the batch of those on its rank that were kept, and of later ones: True
+    for the same inputs and targets, False for others of the same loop, None where one is the same (an adversary moves
     inputs, noise targets) or not known."""
-    by_key = contributions.by_key
-    return {
-        _are_one_batch(by_key[key], one)
-        for other, one in by_key.items()
-        if key in by_key and other[0] == key[0] and other != key and (other not in lost or other > key)
-    }
+    of_ranks: dict[int, list[ContributionKey]] = defaultdict(list)
+    for key in contributions.by_key:
+        of_ranks[key[0]].append(key)
+    for key in lost & contributions.by_key.keys():
+        one = contributions.by_key[key]
+        if _batch(one) is not None:
+            others = [other for other in of_ranks[key[0]] if other not in lost or other > key]
+            yield key, {_are_one_batch(one, contributions.by_key[other]) for other in others if other != key}
 
 
 def _are_one_batch(contribution: Contribution, other: Contribution) -> bool | None:

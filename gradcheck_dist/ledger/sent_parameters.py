@@ -25,6 +25,8 @@ def without_sent(data: StepData) -> StepData:
     Whether values are alike is known of some parameters only, behind a model's first step. So most of those that ranks
     seem to have stepped have to be sent to some of them.
     """
+    if not any(_is_rooted(event) for events in data.events.values() for event in events):
+        return data
     lefts = {rank: _left(events) for rank, events in data.events.items()}
     sent: dict[tuple[int, int], dict[ParamKey, Track]] = defaultdict(dict)
     for key, of_rank in data.tracks.items():
@@ -61,6 +63,10 @@ def without_sent(data: StepData) -> StepData:
 
     events = {rank: [read(rank, one) for one in of_rank] for rank, of_rank in data.events.items()}
     return replace(data, events=events, tracks=tracks, param_sets=sets)
+
+
+def _is_rooted(event: Event) -> bool:
+    return isinstance(event, Reduce) and event.root is not None
 
 
 def _left(events: list[Event]) -> int | None:
