@@ -8,6 +8,7 @@ import pytest
 
 from gradcheck_dist.diagnosis.engine import diagnose
 from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.stream.diagnose import diagnose_run
 from gradcheck_dist.trace.run import read_run
 from gradcheck_dist.trainer.launch import launch, warm_up
 
@@ -31,6 +32,17 @@ def test_the_same_number_in_all_steps_is_found(tmp_path: Path, number: float) ->
     assert event is not None and event.file is not None and event.file.endswith("element_workers.py")
 
 
+def test_whoever_wants_the_first_finding_waits_for_the_step_that_bears_it_out(tmp_path: Path) -> None:
+    launch("element_workers:train_loud", ((3.0,) * 3, str(tmp_path / "run")), 2, timeout_s=60)
+    early: list[Report] = []
+    report = diagnose_run(tmp_path / "run", first=True)
+    diagnose_run(tmp_path / "run", early=early.append)
+    for one in (report, *early):
+        (finding,) = one.findings
+        assert (finding.code, finding.steps) == ("GS000", [0, 1])
+    assert len(early) == 1 and any("later steps were not judged" in problem for problem in report.coverage.problems)
+
+
 @pytest.mark.parametrize("numbers", [(3.0, 2.0, 3.0), (3.0, 1.0, 3.0), (3.0,)])
 def test_a_number_of_one_step_may_be_a_batch_s_own(tmp_path: Path, numbers: tuple[float, ...]) -> None:
     report = trained(tmp_path / "run", numbers)
@@ -40,5 +52,7 @@ def test_a_number_of_one_step_may_be_a_batch_s_own(tmp_path: Path, numbers: tupl
 
 @pytest.mark.parametrize("rows", [(4, 8), (8, 4)])
 def test_what_ranks_losses_go_over_may_make_the_number(tmp_path: Path, rows: tuple[int, int]) -> None:
-    report = trained(tmp_path / "run", (2.0,) * 3, rows)
-    assert (report.verdict, report.findings) == ("undetermined", [])
+    trained(tmp_path / "run", (2.0,) * 3, rows)
+    for objective in (None, "microbatch-mean"):
+        report = diagnose(read_run(tmp_path / "run"), objective=objective)
+        assert (report.verdict, report.findings) == ("undetermined", []), objective

@@ -79,6 +79,13 @@ def _loud(cells: list[Cell], tokens: dict[ContributionKey, int]) -> LoudRanks | 
     return LoudRanks(tuple(sorted(loud)), factor) if alike and factor > 0 and not by_count else None
 
 
+def waits_for_others(verdict: StepVerdict, earlier: Sequence[StepVerdict]) -> bool:
+    """Whether what a step is accused of rests on such ranks, and the steps before it do not bear that out."""
+    if verdict.loud is None:
+        return False
+    return len(earlier) + 1 < LEAST_STEPS or not all(verdict.loud.is_like(one.loud) for one in earlier)
+
+
 def leave_loud_open(verdicts: Sequence[StepVerdict]) -> None:
     """Accuse no such rank that is loud in one recorded step alone, or by other numbers in others."""
     loud = [verdict for verdict in verdicts if verdict.loud is not None]
@@ -91,6 +98,6 @@ def leave_loud_open(verdicts: Sequence[StepVerdict]) -> None:
         drop_of_constants(
             verdict,
             f"what the loss counts is not known, and on {ranks} it weighs x {verdict.loud.factor:.4g} of what it does "
-            f"elsewhere, not so in {LEAST_STEPS} recorded steps or more, all alike: a number of a batch's own may be "
-            "meant. Record more steps, or declare the loss: gradcheck_dist.mark_loss(loss_sum, num_samples)",
+            "elsewhere. Recorded steps that all show the same, two or more, would tell that from a number of a batch's "
+            "own. Record more steps, or declare the loss: gradcheck_dist.mark_loss(loss_sum, num_samples)",
         )
