@@ -273,7 +273,8 @@ def weigh(
     verdict.contributions = target.contributions
     context.relative, context.of_means, context.as_written = target.relative, target.of_means, target.as_written
     context.of_samples = target.of_samples
-    verdict.times, verdict.unlike, verdict.loud = target.times, target.unlike, target.loud
+    verdict.times, verdict.unlike = target.times, target.unlike
+    verdict.loud, verdict.untold = target.loud, target.untold
     if target.of_samples and target.contributions.num_tokens:
         context.quantities["num_tokens"] = float(target.contributions.num_tokens)
     name_places(measured, data, target.contributions, target.expected)

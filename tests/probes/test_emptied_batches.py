@@ -148,6 +148,25 @@ def test_nobody_looks_where_losses_have_labels(tmp_path: Path) -> None:
     assert not torch.nn.modules.module._has_any_global_hook()
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_steps_that_do_not_tell_make_no_warm_up_of_those_that_do(tmp_path: Path, compiled: bool) -> None:
+    """Inputs are not seen where a step follows one that is not recorded, or the first one with torch.compile."""
+    model = Net()
+    called = torch.compile(model, backend="eager") if compiled else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attach(tmp_path / "run", steps={0, 1, 2} if compiled else {0, 1, 3}):
+        for _ in range(4):
+            for _ in range(2):
+                optimizer.zero_grad()
+                F.mse_loss(called(torch.randn(6, 8)), torch.randn(6, 4)).backward()
+            optimizer.step()
+    report = judged(tmp_path / "run")
+    (finding,) = report.findings
+    assert (finding.code, finding.steps) == ("GS401", [0] if compiled else [0, 1])
+    assert any("emptied" in reason for reason in report.reasons), report.reasons
+    assert not any("warm-up" in note or "on purpose" in note for note in report.coverage.notes)
+
+
 def test_nobody_looks_where_torch_compile_is_in_use(tmp_path: Path) -> None:
     """Compiled modules look at global hooks in each call."""
     model = Net()

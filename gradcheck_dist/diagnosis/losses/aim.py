@@ -23,6 +23,7 @@ class Aim:
     `as_written`: several losses of a pass are judged by one, without what is written before it in their sum.
     `of_samples`: each contribution counts its sequences; `of_elements`: what its one mean or sum goes over,
     `of_weighted`: tokens that weights of their own multiply. `loud`: ranks on which alone these weigh wrong.
+    `untold`: of passes whose gradients were emptied it is not known whether they are lost.
     `again`: passes that bring no tokens, since their loss is differentiated again, and where these entered.
     `other`: what these weights leave open where nobody declared an objective, and what the one that was asks for."""
 
@@ -40,6 +41,7 @@ class Aim:
     of_elements: bool = False
     of_weighted: bool = False
     loud: LoudRanks | None = None
+    untold: bool = False
     again: Mapping[ContributionKey, ContributionKey] = field(default_factory=dict)
     other: tuple[str, dict[ContributionKey, Fraction]] | None = None
     reasons: list[str] = field(default_factory=list)

@@ -114,6 +114,7 @@ def _of_passes(
         return kept
     # Whether the step was to have their tokens nobody knows, but the weights of the others tell what they count.
     meant = _aim(objective, data, without(contributions, left_out), measured, written)
+    meant.untold = bool(left_out & lost)
     wrong = _wrong(meant, measured)
     if not wrong and not (meant.relative and left_out & lost):  # weights that are relative tell nothing of others
         if untold := [key for key in left_out if key in lost]:

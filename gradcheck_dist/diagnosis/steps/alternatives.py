@@ -82,8 +82,9 @@ def _fewer_without(
 
 def _throws_away(verdict: StepVerdict) -> bool:
     """Whether passes were thrown away, by a recorded line or by one that nobody records; of these it is known where the
-    step is right without them."""
-    return verdict.without_lost is not None or any(finding.code == LOST for finding in verdict.findings)
+    step is right without them, or which step may have lost them."""
+    by_line = any(finding.code == LOST for finding in verdict.findings)
+    return by_line or verdict.without_lost is not None or verdict.untold
 
 
 def _were_counted(verdicts: list[StepVerdict], without_first: list[StepVerdict]) -> bool:

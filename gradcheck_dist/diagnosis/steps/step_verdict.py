@@ -139,8 +139,9 @@ class StepVerdict:
     `shapes` are those of the weights that findings concern, `made_of` what the names of their factors are made of.
     `looks`: by rank, passes that were only looked at, and beside which no other has tokens; `counted`: those that have
     tokens, where others that have none train beside them. `times`: what means over elements that count no tokens weigh,
-    in words, and `unlike`: whether by unlike numbers; `loud`: ranks on which alone these weigh wrong. `uncounted`:
-    where those beside are, what they show, and whether that leaves the step open.
+    in words, and `unlike`: whether by unlike numbers; `loud`: ranks on which alone these weigh wrong. `untold`:
+    of passes whose gradients were emptied it is not known whether they are lost. `uncounted`: where those beside are,
+    what they show, and whether that leaves the step open.
     `grad_norm` is that of the whole model before any clip, where it is known exactly. `references` are parameters of
     copies of the model that it was only compared with."""
 
@@ -187,6 +188,7 @@ class StepVerdict:
     times: str = ""
     unlike: bool = False
     loud: LoudRanks | None = None
+    untold: bool = False
     uncounted: tuple[str, str, bool] | None = None
     grad_norm: float | None = None
     references: frozenset[ParamKey] = frozenset()
