@@ -18,8 +18,8 @@ from gradcheck_dist.diagnosis.causes.hands import Judged
 from gradcheck_dist.diagnosis.causes.places import line_of
 from gradcheck_dist.diagnosis.causes.routes import SAME
 from gradcheck_dist.diagnosis.weights.cells import Cell, Held
-from gradcheck_dist.diagnosis.weights.written import is_exactly_written
-from gradcheck_dist.events import SCALED, Backward, GradWrite, Reduce
+from gradcheck_dist.diagnosis.weights.written import number_of_line
+from gradcheck_dist.events import Backward, GradWrite, Reduce
 from gradcheck_dist.ledger.contributions import ContributionKey
 from gradcheck_dist.ledger.tracks import StepData
 
@@ -83,10 +83,8 @@ def _lines(data: StepData) -> Iterator[dict[int, list[GradWrite]]]:
     lines: dict[Line, dict[int, list[GradWrite]]] = defaultdict(lambda: defaultdict(list))
     for rank, events in data.events.items():
         for event in events:
-            if not isinstance(event, GradWrite) or event.op != SCALED or event.params is None:
-                continue
             line = line_of(event)
-            if line is not None and is_exactly_written(event.factor) and event.factor != 1:
+            if line is not None and isinstance(event, GradWrite) and number_of_line(event) not in (None, 1):
                 lines[line][rank].append(event)
     yield from lines.values()
 

@@ -17,8 +17,8 @@ from gradcheck_dist.diagnosis.causes.own_lines import between, params_on
 from gradcheck_dist.diagnosis.causes.places import line_of
 from gradcheck_dist.diagnosis.causes.routes import SAME
 from gradcheck_dist.diagnosis.weights.cells import Cell, Held
-from gradcheck_dist.diagnosis.weights.written import is_exactly_written
-from gradcheck_dist.events import SCALED, Backward, GradWrite, OptimizerStep, Reduce
+from gradcheck_dist.diagnosis.weights.written import number_of_line
+from gradcheck_dist.events import Backward, GradWrite, OptimizerStep, Reduce
 from gradcheck_dist.ledger.contributions import ContributionKey
 from gradcheck_dist.ledger.tracks import StepData
 
@@ -68,10 +68,10 @@ def by_a_line(data: StepData, blamed: Blame, judged: Sequence[Held]) -> Blame:
     unseen = replace(culprit, unrecorded=True, before=before, wrong_constant=False, nominal=1.0, factor=off)
     lines: dict[Line, set[int]] = {}
     for one in between(data, unseen, rank):
-        line = line_of(one) if isinstance(one, GradWrite) and one.op == SCALED and one.params is not None else None
-        if line is None or not isinstance(one, GradWrite) or not is_exactly_written(one.factor):
+        line, number = line_of(one), number_of_line(one)
+        if line is None or number is None or not isinstance(one, GradWrite):
             continue
-        if abs((one.factor or 0.0) - off) <= SAME * abs(off):
+        if abs(number - off) <= SAME * abs(off):
             lines.setdefault(line, set()).update(data.params_of(rank, one.params))
     such = [params for params in lines.values() if mine and mine <= params and params.isdisjoint(others)]
     return Blame(unseen, blamed.cells, blamed.repeats) if len(such) == 1 else blamed
@@ -121,14 +121,11 @@ def _numbers(data: StepData, culprit: Culprit, held: Sequence[Held]) -> Mapping[
         lines: dict[Line, float] = {}
         ids = params_on(data, [one], one.rank)
         for event in between(data, culprit, one.rank):
-            line = line_of(event)
-            if not isinstance(event, GradWrite) or event.op != SCALED or line is None or event.params is None:
-                continue
-            if ids.isdisjoint(data.params_of(one.rank, event.params)):
-                continue
-            if event.factor is None or not is_exactly_written(event.factor):
+            line, number = line_of(event), number_of_line(event)
+            if line is None or number is None or not isinstance(event, GradWrite):
                 continue  # a division by tokens, a clip: no cause of its own
-            lines[line] = lines.get(line, 1.0) * event.factor
+            if not ids.isdisjoint(data.params_of(one.rank, event.params)):
+                lines[line] = lines.get(line, 1.0) * number
         found[id(one)] = {line: number for line, number in lines.items() if number != 1}
     return found
 

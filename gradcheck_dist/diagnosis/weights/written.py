@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from math import isfinite, log2
 
 from gradcheck_dist.diagnosis.weights.factors import exact_fraction, name_number
-from gradcheck_dist.events import Event, GradWrite
+from gradcheck_dist.events import SCALED, Event, GradWrite
 from gradcheck_dist.ledger.tracks import StepData
 
 Measured = tuple[float, float]
@@ -56,6 +56,13 @@ def is_exactly_written(factor: float | None) -> bool:
     size = abs(factor)
     whole = [one for one in (size, 1 / size) if one <= MOST_WRITTEN and abs(one - round(one)) <= 4 * EXACT * one]
     return bool(whole) or float(f"{size:.2e}") == size
+
+
+def number_of_line(event: Event) -> float | None:
+    """What a line of the trainer's own multiplies gradients by in place, where that is a number that somebody wrote."""
+    if not isinstance(event, GradWrite) or event.op != SCALED or event.params is None or event.site is None:
+        return None
+    return event.factor if is_exactly_written(event.factor) else None
 
 
 def scale_of(event: Event) -> float | None:
