@@ -17,14 +17,14 @@ def train(run_dir: str, how: str, alone: bool, sends: str = "broadcast") -> None
             and owners divide the sum).
         alone: Whether rank 0 has all parameters.
         sends: how parameters come to the other ranks: by "broadcast", in a "flat" copy, by a "gather", as an "object",
-            or "never": every rank steps with the gradient that it has.
+            "never" (every rank steps with the gradient that it has), or the training "ends" before it sends any.
     """
     from gradcheck_dist.probes import attach
 
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 5))
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 5, bias=False))
     params = list(model.parameters())
     owner = [0 if alone else index % world for index in range(len(params))]
     torch.manual_seed(1 + rank)
@@ -41,6 +41,8 @@ def train(run_dir: str, how: str, alone: bool, sends: str = "broadcast") -> None
                         grad(param).div_(world)
                     if at == rank or sends == "never":
                         param -= 0.1 * grad(param)
+                if sends == "ends":
+                    return
                 for at in sorted(set(owner)):
                     send(sends, [param for one, param in zip(owner, params, strict=True) if one == at], at)
             for param in params:

@@ -50,3 +50,11 @@ def test_ranks_that_step_with_what_a_reduction_left_to_them_are_accused(tmp_path
     launch("owners_workers:train", (str(run), "divided", False, "never"), 2, timeout_s=60)
     (finding,) = [one for one in diagnose(read_run(run)).findings if one.code == "GS103"]
     assert finding.ranks == [0, 1]
+
+
+def test_a_training_that_ends_before_owners_send_accuses_nobody(tmp_path: Path) -> None:
+    """Rank 1, which owns fewer parameters, is not seen to have stepped; rank 0 has read none of rank 1's."""
+    run = tmp_path / "run"
+    launch("owners_workers:train", (str(run), "divided", False, "ends"), 2, timeout_s=60)
+    report = diagnose(read_run(run))
+    assert (report.verdict, report.findings) == ("undetermined", [])
