@@ -59,7 +59,7 @@ class Batches:
         given, self._given = self._given, None
         if given is not None:
             before, step = self._values, self._step
-            self._values, self._step = _values(self._recorder), self._recorder.step
+            self._values, self._step = _some_values(self._recorder), self._recorder.step
             current.inputs = given if step != self._step or before == self._values else None
 
     def ends(self, current: BackwardPass) -> None:
@@ -161,7 +161,7 @@ def _subtracted(root: Any) -> Tensor | None:
     return None
 
 
-def _values(recorder: Recorder) -> list[Any]:
+def _some_values(recorder: Recorder) -> list[Any]:
     """What tells whether parameters were moved: how often autograd saw it, and some of their values."""
     trained = [info.param for info in recorder.registry.infos() if info.param.requires_grad]
     some = trained[:: max(1, len(trained) // MAX_PARAMS)][:MAX_PARAMS]

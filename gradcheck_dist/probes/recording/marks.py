@@ -37,7 +37,7 @@ FROM_ONE_NUMBER = "gradcheck_from_one_number"
 SUBTRACTED = "gradcheck_subtracted"
 """The node subtracts a tensor without a gradient, or is subtracted from it: some elements of that, 1-d."""
 MAX_SUBTRACTED = 4096
-"""So many."""
+"""So many at most."""
 
 
 def mark_recorded(tensor: Tensor, loss_id: int, output: int | None = None) -> None:
@@ -105,7 +105,7 @@ def from_one_number(node: Any) -> bool | Tensor:
 def mark_subtracted(made: Tensor, known: Tensor) -> None:
     if known.is_contiguous() or known.numel() <= MAX_SUBTRACTED:
         node: Any = made.grad_fn
-        node.metadata[SUBTRACTED] = known.detach().reshape(-1)[:: max(known.numel() // MAX_SUBTRACTED, 1)].clone()
+        node.metadata[SUBTRACTED] = known.detach().reshape(-1)[:: max(-(-known.numel() // MAX_SUBTRACTED), 1)].clone()
 
 
 def subtracted(node: Any) -> Tensor | None:
