@@ -252,6 +252,16 @@ def test_a_clip_that_finds_nothing_left_has_no_effect(tmp_path: Path) -> None:
     assert "no parameter" in finding.explanation
 
 
+def test_a_clip_that_is_given_gradients_in_the_place_of_parameters_has_no_effect(tmp_path: Path) -> None:
+    def on_gradients(model: nn.Module) -> None:
+        grads = [param.grad for param in model.parameters() if param.grad is not None]
+        utils.clip_grads_with_norm_(grads, 0.3, utils.get_total_norm(grads))
+
+    (finding,) = trained(tmp_path, on_gradients).findings
+    assert finding.code == "GS603"
+    assert "no parameter" in finding.explanation
+
+
 def test_a_clip_behind_the_optimizer_has_no_effect(tmp_path: Path) -> None:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

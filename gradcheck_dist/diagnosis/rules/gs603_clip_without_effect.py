@@ -2,7 +2,8 @@
 
 ## What it does
 Finds clips by norm that should have scaled the gradients and did not reach them: the call got no parameter at all (a
-generator that computing the norm had used up), or came after the optimizer had read the gradients.
+generator that computing the norm had used up, or gradients in the place of parameters, whose `.grad` torch scales), or
+came after the optimizer had read the gradients.
 
 ## Why it matters
 The gradients are right, so nothing looks wrong; the run simply is not clipped. The first spike then does what clipping
@@ -19,7 +20,7 @@ and clip between the last backward (or `scaler.unscale_`) and `optimizer.step()`
 accelerate: `accelerator.clip_grad_norm_` under `accelerator.sync_gradients`.
 
 ## References
-- pytorch/torchtitan#1258.
+- pytorch/torchtitan#1258; huggingface/transformers#46113 (gradients in the place of parameters).
 - torch/nn/utils/clip_grad.py: clip_grads_with_norm_ reads its parameters once.
 """
 
@@ -48,7 +49,8 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
     empty = [call for call in idle if _reached_nothing(facts, call)]
     late = [call for call in idle if _came_late(facts, call)]
     if empty:
-        why, fix = "it was given no parameter that is left to scale", "Give it a list; a generator can be used up."
+        why = "it was given no parameter that is left to scale"
+        fix = "Give it a list of parameters: it scales their .grad, and a generator can be used up."
         yield _remark(facts, empty, why, fix)
     if late:
         yield _remark(facts, late, "the optimizer had read the gradients before it", "Clip before optimizer.step().")

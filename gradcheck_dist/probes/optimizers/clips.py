@@ -111,8 +111,10 @@ def _readable(parameters: Any) -> tuple[list[Any], Any]:
 
 @guarded("clip")
 def before_clip(recorder: Recorder, params: list[Tensor]) -> tuple[int, list[ParamInfo]]:
+    """Tensors that have no gradient and never get one (gradients that are given in their parameters' place) are none
+    that a clip scales, as torch scales `.grad`."""
     recorder.between_passes = False
-    infos = params_of(recorder, params)
+    infos = params_of(recorder, [param for param in params if param.requires_grad or param.grad is not None])
     seq = recorder.next_seq()
     record_norms(recorder, seq, infos, recorder.sample_grads(seq, BEFORE, infos))
     recorder.clipped.update(info.id for info in infos)
