@@ -81,7 +81,10 @@ def never_arrived(
             culprit = replace(culprit, factor=None, absent=False, unrecorded=True, unheard=True, before=before)
         elif one.held.param in elsewhere and event is not None:
             # It brought others to other ranks, and nothing to this one.
-            culprit = replace(culprit, absent=False, unrecorded=True, before=_measured_behind(data, one, event))
+            before = _measured_behind(data, one, event)
+            culprit = replace(
+                culprit, factor=None, absent=False, unrecorded=True, unheard=True, elsewhere=True, before=before
+            )
         one.shares.append((culprit, one.cell.ratio))
         culprits[id(one.held)] = culprit
         if own and not one.gone:

@@ -3,8 +3,9 @@
 ## What it does
 Finds contributions that never reached a rank that holds the parameter: other ranks' tokens weigh nothing there, the
 own rank's keep the weight that they had before the reduction that did not come, or whose result was left aside: in a
-copy that nobody wrote back to `.grad`, on its way, as nobody waited for it, or in a communication hook that returns
-what it was given. So it finds a wrapper whose reduction changed nothing: a model that is moved or converted once it is
+copy that nobody wrote back to `.grad`, on its way, as nobody waited for it, on the one rank that gathered it, or in a
+communication hook that returns what it was given. So it finds optimizers that step in hooks on parameters, in front of
+their wrapper's reduction, and a wrapper whose reduction changed nothing: a model that is moved or converted once it is
 wrapped loses the wrapper's hooks.
 
 ## Why it matters
@@ -131,6 +132,14 @@ def judge(case: Case) -> Answer | None:
             "NO_SHARD, DDP, or FULL_SHARD over all of them.",
             culprit=replace(case.culprit, kind="reduce", event=alone[-1]),
         )
+    if (ahead := _stepped_ahead(case)) is not None:
+        return Answer(
+            explanation=f"Other ranks' contributions {which}never reach this gradient ({case.pattern.text}): the "
+            "optimizer steps inside of the backward pass, before the wrapper has reduced what it reads.",
+            fix="Step behind backward(), or in a communication hook behind its reduction; hooks on parameters see the "
+            "rank's own gradient below DDP (below FSDP2 they see what is reduced).",
+            culprit=replace(case.culprit, kind="optimizer_step", event=ahead),
+        )
     lacking = _other_group(case, {cell.key[0] for cell in foreign}) if reduced else None
     beside = _beside(case) if not reduced and not case.whole else None
     text = case.pattern.text
@@ -204,6 +213,15 @@ def _left_out(case: Case) -> Answer | None:
     if case.pattern.kind != "own-rank-only" and not (case.pattern.kind == "zeroed" and only_others):
         return None
     end = "the optimizer" if case.culprit.before is None else f"the {kind_of(case.culprit.before)} event"
+    if case.culprit.elsewhere:
+        return Answer(
+            explanation=f"Other ranks' contributions never reach this gradient ({case.pattern.text}): between the "
+            f"{case.culprit.kind} event and {end} other ranks' copies of it are given them, by a reduction that was "
+            f"not recorded; what {numbered('rank', case.ranks)} {'reads' if len(case.ranks) == 1 else 'read'} is left "
+            "as it was.",
+            fix="Give every rank the result: broadcast what one rank has gathered, or reduce on all of them "
+            "(dist.all_reduce).",
+        )
     return Answer(
         explanation=f"Other ranks' contributions never reach this gradient ({case.pattern.text}): between the "
         f"{case.culprit.kind} event and {end} other gradients are given them, by a reduction that was not recorded; "
@@ -233,6 +251,19 @@ def _left_aside(case: Case) -> Event | None:
     """The reduction whose result was not written back; None where there is none for some gradient."""
     found = [held.replay.unwritten.get(held.rank) for held in case.held]
     return next((event for event in found if event is not None), None) if all(found) else None
+
+
+def _stepped_ahead(case: Case) -> OptimizerStep | None:
+    """The optimizer's step that all of these gradients' wrapper reduces behind, in the same pass; None without one."""
+    found: list[OptimizerStep] = []
+    for held in case.held:
+        read = next((entry.event for entry in held.replay.history(held.rank)[::-1] if entry.event is not None), None)
+        behind = [entry.event for entry in held.replay.entries[held.rank] if isinstance(entry.event, Reduce)]
+        late = [event for event in behind if read is not None and event.seq > read.seq and event.impl in DATA_PARALLEL]
+        if not isinstance(read, OptimizerStep) or not late:
+            return None
+        found.append(read)
+    return min(found, key=lambda event: event.seq, default=None)
 
 
 def _reductions(held: Held) -> list[Reduce]:

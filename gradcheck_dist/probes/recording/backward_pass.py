@@ -130,6 +130,7 @@ class BackwardPass:
         "other_losses",
         "part_of",
         "picked",
+        "read_early",
         "reduce_groups",
         "reduce_ops",
         "reduced",
@@ -176,6 +177,7 @@ class BackwardPass:
         self.reduce_ops: set[str] = set()  # collectives that a user's communication hook called
         self.reduce_groups: dict[tuple[int, ...], int] = {}  # over these ranks, so many elements
         self.reduced_over: dict[tuple[int, ...], dict[int, ParamInfo]] = {}  # whose gradients these are
+        self.read_early: set[int] = set()  # parameters with which an optimizer stepped before their wrapper reduced
         self.by_hand: set[int] = set()  # parameters whose gradient a hook of the user's reduced in this pass
         self.sharding: dict[int, tuple[ParamInfo, int]] = {}  # what FSDP reduces now: parameter, seq of its Reduce
         self.on_its_way: Place | None = None  # what FSDP has reduced and hands to a hook, before it is a gradient

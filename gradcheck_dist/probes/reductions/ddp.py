@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gradcheck_dist.events import AFTER
 from gradcheck_dist.probes.backward import autograd
@@ -83,6 +85,11 @@ def install(recorder: Recorder, patches: Patches) -> None:
 
         return prepare_for_backward
 
+    def step_comes(optimizer: Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
+        if recorder.current is not None and recorder.current.armed:
+            reads_early(recorder, recorder.current, optimizer)
+
+    patches.on_restore(register_optimizer_step_pre_hook(step_comes).remove)
     patches.replace(DistributedDataParallel, "__init__", watch_init)
     patches.replace(DistributedDataParallel, "_post_forward", watch_post_forward)
     distributed: Any = dist  # whose stubs do not have it
@@ -150,6 +157,28 @@ def arm_by_hand(recorder: Recorder, reducer: object) -> None:
             arm(recorder, state.ddp)
 
 
+@guarded("ddp")
+def reads_early(recorder: Recorder, current: BackwardPass, optimizer: Optimizer) -> None:
+    """An optimizer steps inside of a backward pass: in front of a reduction that has not finished. Those of a
+    communication hook, which may step behind it, are left out."""
+    states: dict[int, _State] = recorder.ddp_states
+    ahead = [state for state in states.values() if state.wrapper in current.armed and not _is_behind(state, current)]
+    if ahead:
+        stepped = {id(param) for group in optimizer.param_groups for param in group["params"] if param.grad is not None}
+        current.read_early.update(info.id for state in ahead for info in state.infos if id(info.param) in stepped)
+
+
+def _is_behind(state: _State, current: BackwardPass) -> bool:
+    """Whether what runs now may come behind a wrapper's reduction. A reducer that has not been given anything yet calls
+    itself finished, too."""
+    if getattr(state.ddp, "_comm_hooks", []):
+        return True  # it may step behind its own reduction
+    waits_for_all = not (state.ddp.find_unused_parameters or getattr(state.ddp, "static_graph", False))
+    if waits_for_all and not all(info.id in current.handed_over for info in state.infos):
+        return False
+    return _finished(state)
+
+
 def complete(recorder: Recorder, current: BackwardPass) -> None:
     """At the end of a pass: say of each DDP instance that took part whether it reduced."""
     states: dict[int, _State] = recorder.ddp_states
@@ -169,23 +198,29 @@ def complete(recorder: Recorder, current: BackwardPass) -> None:
         own: dict[str, Any] = {"impl": "ddp", "op": op, "group": state.group, "wrapper": state.wrapper, "hook": hook}
         replicas = _replicas(state, current, op, hook)
         apart = _of_own_group(state, current, replicas)
-        both = [info for info in state.infos if info not in apart]
-        recorder.emit_reduce(seq, both, **own, **replicas)
-        recorder.sample_grads(seq, AFTER, both)
-        if apart:
+        late = [info for info in state.infos if info.id in current.read_early]  # they have no hook, nor a second group
+        both = [info for info in state.infos if info not in apart and info not in late]
+        if both:
+            recorder.emit_reduce(seq, both, **own, **replicas)
+            recorder.sample_grads(seq, AFTER, both)
+        if rest := apart or late:
             behind = recorder.next_seq()
-            recorder.emit_reduce(behind, apart, **own)
-            recorder.sample_grads(behind, AFTER, apart)
+            recorder.emit_reduce(behind, rest, **own)
+            recorder.sample_grads(behind, AFTER, rest)
 
 
 def _got_through(state: _State, current: BackwardPass) -> bool:
     """Whether the reducer has finished. Without `find_unused_parameters` it waits for every parameter: a pass that
     leaves one out reduces none, and only the next forward says so."""
+    return all(info.id in current.touched for info in state.infos) or _finished(state)
+
+
+def _finished(state: _State) -> bool:
+    """Whether the reducer says so, or does not tell."""
     check = getattr(getattr(state.ddp, "reducer", None), "_check_reducer_finalized", None)
-    if check is None or all(info.id in current.touched for info in state.infos):
-        return True
     try:
-        check()
+        if check is not None:
+            check()
     except RuntimeError:
         return False
     return True
