@@ -334,6 +334,33 @@ def test_a_clip_of_scaled_gradients_is_found_unless_its_threshold_is_scaled(
         assert {round(weight.ratio or 0, 4) for weight in report.weights if hand} <= {1.0}
 
 
+@pytest.mark.parametrize("unscaled", [2, 1, 0])
+def test_a_clip_of_two_optimizers_gradients_waits_until_both_are_unscaled(unscaled: int, tmp_path: Path) -> None:
+    model, scaler = Net(), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    parts = [[*model.embedding.parameters(), *model.inner.parameters()], [*model.head.parameters()]]
+    optimizers = [torch.optim.SGD(part, lr=0.1) for part in parts]
+    scaler.scale(torch.zeros(()))
+    norms: list[torch.Tensor] = []
+    with attach(tmp_path, objective="global-token-mean"):
+        for _ in range(NUM_STEPS):
+            accumulate(model, scale=scaler.get_scale())
+            for optimizer in optimizers[:unscaled]:
+                scaler.unscale_(optimizer)
+            scales = [1.0 if index < unscaled else 1024.0 for index in range(2)]
+            grads = [param.grad / scale for part, scale in zip(parts, scales, strict=True) for param in part]
+            norms.append(utils.get_total_norm(grads))
+            utils.clip_grad_norm_(model.parameters(), 0.1)
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+                optimizer.zero_grad()
+            scaler.update()
+    report = diagnose(read_run(tmp_path))
+    assert codes(report) == (["GS604"] if unscaled < 2 else [])
+    if unscaled == 1:
+        assert f"Unscaled their norm is {float(norms[0]):.4g}"[:28] in report.findings[0].explanation
+        assert "some of them carried loss scale 1024" in report.findings[0].explanation
+
+
 @pytest.mark.parametrize(
     ("scale", "max_norm", "first", "found", "clips"),
     [

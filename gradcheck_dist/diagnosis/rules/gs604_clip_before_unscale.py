@@ -2,7 +2,8 @@
 
 ## What it does
 Finds clips that come before the GradScaler's unscaling of the same parameters and act: they scale gradients that are S
-times too large down to max_norm, and unscaling leaves max_norm / S for the optimizer. A line of the trainer's own that
+times too large down to max_norm, and unscaling leaves max_norm / S for the optimizer. So do those of several
+optimizers' gradients of which only some are unscaled. A line of the trainer's own that
 divides by a power of two from 32 on behind the clip, and whose division makes the weights right, unscales as well. A
 max_norm that is a written number times S is taken to be meant. A clip by lines of the trainer's own is known by the
 norm that it left: times S it is a written number, and as it is none.
@@ -30,6 +31,8 @@ accelerate: `accelerator.clip_grad_norm_` unscales by itself. FSDP: `ShardedGrad
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from math import isfinite, sqrt
 
 from gradcheck_dist.diagnosis.answer import Answer
 from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
@@ -40,10 +43,13 @@ from gradcheck_dist.diagnosis.norms.scaled_clips import ScaledClip
 from gradcheck_dist.diagnosis.norms.step_norms import ClipCall
 from gradcheck_dist.diagnosis.weights.written import scale_of
 from gradcheck_dist.events import AmpUnscale, GradWrite
+from gradcheck_dist.ledger.tracks import ParamKey
 
 CODE = "GS604"
 NAME = "clip-before-unscale"
 PATTERN = "clipped by the norm of scaled gradients"
+SAME = 1e-3
+"""Relative: a clip that is nearer than this to what it should be is right."""
 
 
 def could_audit(facts: StepFacts) -> bool:
@@ -60,30 +66,59 @@ def could_audit(facts: StepFacts) -> bool:
 def audit(facts: StepFacts) -> Iterator[Remark]:
     if facts.scaled is not None:
         yield _of_hand(facts, facts.scaled)
-    scaled = [(call, scale) for call in facts.norms.clips if (scale := _unscaled_later(facts, call)) is not None]
-    wrong = [
-        (call, scale)
-        for call, scale in scaled
-        if call.event.coefficient < 1 - ACTS and not is_round(call.event.max_norm / scale)
-    ]
+    wrong = [found for call in facts.norms.clips if (found := _scaled(facts, call)) is not None]
     if not wrong:
         return
-    call, scale = min(wrong, key=lambda one: (one[0].rank, one[0].event.seq))
-    by_hand = not any(isinstance(event, AmpUnscale) for event in facts.data.events[call.rank])
-    event = call.event
-    right = min(1.0, event.max_norm * scale / event.total_norm)
+    first = min(wrong, key=lambda one: (one.call.rank, one.call.event.seq))
+    by_hand = not any(isinstance(event, AmpUnscale) for event in facts.data.events[first.call.rank])
+    event = first.call.event
     yield Remark(
-        answer=_answer(event.max_norm, event.total_norm, scale, by_hand),
-        pattern=f"all gradients x {event.coefficient / right:.4g}: {PATTERN}",
-        params=frozenset(part.key for one, _ in wrong for part in one.parts),
-        ranks=tuple(sorted({one.rank for one, _ in wrong})),
-        rank=call.rank,
+        answer=_answer(event.max_norm, event.total_norm, first.scale, by_hand)
+        if first.norm is None
+        else _answer_of_some(event.max_norm, event.total_norm, first.scale, first.norm),
+        pattern=f"all gradients x {event.coefficient / first.right:.4g}: {PATTERN}",
+        params=frozenset(part.key for one in wrong for part in one.call.parts),
+        ranks=tuple(sorted({one.call.rank for one in wrong})),
+        rank=first.call.rank,
         event=event,
-        factor=_factor(event.coefficient / right, right, scale),
+        factor=_factor(event.coefficient / first.right, first.right, first.scale)
+        if first.norm is None
+        else Factor(observed=event.coefficient / first.right),
         effect=effect_of_clip(
-            facts.data, facts.norms, {one.rank: one.event.coefficient for one, _ in wrong}, right, scale
+            facts.data,
+            facts.norms,
+            {one.call.rank: one.call.event.coefficient for one in wrong},
+            first.right,
+            first.scale if first.norm is None else event.total_norm / first.norm,
         ),
     )
+
+
+@dataclass(frozen=True)
+class _Scaled:
+    """A clip that acts on gradients of which all, or some, carry a loss scale. `norm`: that of all without it, where
+    some had none; None where all carry it. `right`: what the clip should have multiplied by."""
+
+    call: ClipCall
+    scale: float
+    norm: float | None
+    right: float
+
+
+def _scaled(facts: StepFacts, call: ClipCall) -> _Scaled | None:
+    """None where nothing is wrong with the scale of what is clipped."""
+    event, found = call.event, _unscaled_later(facts, call)
+    if found is None or event.coefficient >= 1 - ACTS:
+        return None
+    scale, later = found
+    squares = [(part.square, part.key in later) for part in call.parts if isfinite(part.norm)]
+    carry, free = (sum(square for square, carries in squares if carries is which) for which in (True, False))
+    if not free:
+        right = min(1.0, event.max_norm * scale / event.total_norm)
+        return None if is_round(event.max_norm / scale) else _Scaled(call, scale, None, right)
+    norm = event.total_norm * sqrt((free + carry / scale**2) / (free + carry))
+    right = min(1.0, event.max_norm / norm)
+    return _Scaled(call, scale, norm, right) if event.coefficient < right * (1 - SAME) else None
 
 
 def _of_hand(facts: StepFacts, clip: ScaledClip) -> Remark:
@@ -114,6 +149,15 @@ def _answer(max_norm: float, total_norm: float, scale: float, by_hand: bool) -> 
     )
 
 
+def _answer_of_some(max_norm: float, total_norm: float, scale: float, norm: float) -> Answer:
+    return Answer(
+        explanation=f"Gradients were clipped to norm {max_norm:g} while some of them carried loss scale "
+        f"{scale:g} and the others did not (norm {total_norm:.6g} of both). Unscaled their norm is {norm:.6g}, "
+        + (f"to be clipped to {max_norm:g}." if norm > max_norm else "and nothing was to be clipped."),
+        fix="Call scaler.unscale_ for every optimizer whose gradients are clipped, before clipping.",
+    )
+
+
 def _factor(observed: float, right: float, scale: float) -> Factor:
     expression = "1/loss_scale" if right < 1 else None
     return Factor(
@@ -123,15 +167,23 @@ def _factor(observed: float, right: float, scale: float) -> Factor:
     )
 
 
-def _unscaled_later(facts: StepFacts, call: ClipCall) -> float | None:
-    """The scale that is taken out of the clipped gradients after the clip; None where there is none, or where it had
-    been taken out before."""
+def _unscaled_later(facts: StepFacts, call: ClipCall) -> tuple[float, frozenset[ParamKey]] | None:
+    """The scale that is taken out of clipped gradients after the clip, and of which; None where there is none, or where
+    it had been taken out before."""
+    keys = {track[call.rank].param.id: key for key, track in facts.data.tracks.items() if call.rank in track}
     clipped = set(facts.data.params_of(call.rank, call.event.params))
+    carrying, seen, scales = set(clipped), set[int](), set[float]()
     for event in facts.data.events[call.rank]:
         if not isinstance(event, AmpUnscale) or event.scale in (0.0, 1.0):
             continue
-        if clipped & set(facts.data.params_of(call.rank, event.params)):
-            return event.scale if event.seq > call.event.seq else None
+        first = (clipped & set(facts.data.params_of(call.rank, event.params))) - seen
+        seen |= first
+        if first and event.seq > call.event.seq:
+            scales.add(event.scale)
+        else:
+            carrying -= first
+    if seen:
+        return (scales.pop(), frozenset(keys[one] for one in carrying if one in keys)) if len(scales) == 1 else None
     if not facts.weights_right:
         return None  # what the loss never carried is no scale
     for event in facts.data.events[call.rank]:
@@ -139,5 +191,5 @@ def _unscaled_later(facts: StepFacts, call: ClipCall) -> float | None:
         if scale is None or event.seq < call.event.seq:
             continue
         if isinstance(event, GradWrite) and clipped & set(facts.data.params_of(call.rank, event.params)):
-            return scale
+            return scale, frozenset(keys.values())
     return None
