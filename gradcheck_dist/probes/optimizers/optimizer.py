@@ -145,7 +145,8 @@ def stepping(
     if not (recorder.recording and recorder.trained):
         return None
     recorder.between_passes = False
-    infos = params_of(recorder, (param for group in optimizer.param_groups for param in group["params"]), owner=True)
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    infos = params_of(recorder, params, owner=True, inside=inside is not None)
     by_torch = type(optimizer).__module__.startswith("torch.optim.")  # which read `.grad` of their own tensors alone
     infos = [info for info in (infos if by_torch else _of_model(infos)) if not _lies_elsewhere(info)]
     if recorder.current is None and infos:

@@ -14,13 +14,15 @@ NEW_LISTENERS: list[Callable[[Recorder], None]] = []
 """Called where parameters turned up that no module has shown."""
 
 
-def params_of(recorder: Recorder, params: Iterable[Tensor], *, owner: bool = False) -> list[ParamInfo]:
+def params_of(
+    recorder: Recorder, params: Iterable[Tensor], *, owner: bool = False, inside: bool = False
+) -> list[ParamInfo]:
     registry = recorder.registry
     params = with_memory(params)
     found = registry.asked_before(params, owner=owner)
     if found is not None:
         return found
-    registry.adopt(params, owner=owner)
+    registry.adopt(params, owner=owner, inside=inside)
     num_known = len(registry.infos())
     infos = [registry.read_by_optimizer(param) or _unnamed(recorder, param) for param in params]
     if len(registry.infos()) > num_known:

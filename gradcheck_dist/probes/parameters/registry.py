@@ -112,8 +112,9 @@ class Registry(Plans):
         self._asked[owner, tuple(map(id, params))] = infos
         return infos
 
-    def adopt(self, params: Iterable[Tensor], *, owner: bool = False) -> None:
-        """Find out which of an optimizer's tensors are copies of parameters. `owner`: it is the optimizer that asks."""
+    def adopt(self, params: Iterable[Tensor], *, owner: bool = False, inside: bool = False) -> None:
+        """Find out which of an optimizer's tensors are copies of parameters. `owner`: it is the optimizer that asks;
+        `inside`: in a step of another one, which may own the parameters and hand their gradients on."""
         foreign = []
         for param in params:
             info = self.find(param)
@@ -126,7 +127,8 @@ class Registry(Plans):
         foreign = [param for param in foreign if self.find(param) is None]
         if not foreign:
             return
-        candidates = [info for info in self.infos() if info.param.requires_grad and info.id not in self._owned]
+        owned = set[int]() if inside else self._owned
+        candidates = [info for info in self.infos() if info.param.requires_grad and info.id not in owned]
         gradients = [([whole(info)], buffer) for info in candidates if (buffer := gradient_of(info)) is not None]
         for index, regions in self._finder.find(foreign, candidates, gradients).items():
             self.add_copy(foreign[index], regions)
