@@ -9,10 +9,10 @@ optimizer is first seen.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -137,7 +137,7 @@ class Finder:
             if not hasattr(copy, "_local_tensor") and not copy.is_meta and copy.numel()
         }
         found: dict[int, list[Region]] = {}
-        known, sources = list(gradients), _Sources(plain)
+        known, sources = list(gradients), _Sources([*map(_held_whole, plain), *_shards(infos)])
         for varied in (True, False):
             for index, values in flat.items():
                 if index in found or _varied(values) != varied or not (varied or found):
@@ -157,7 +157,8 @@ class Finder:
         """Copies whose values are all alike, by their place: between copies of two parameters stand as many as between
         these in the model, and each is the same part of its parameter (ZeRO by parameters, as ColossalAI shards)."""
         place = {info.id: index for index, info in enumerate(infos)}
-        known = [(index, regions[0]) for index, regions in sorted(found.items()) if len(regions) == 1]
+        alone = [(index, regions[0]) for index, regions in sorted(found.items()) if len(regions) == 1]
+        known = [(index, region) for index, region in alone if region.info.id in place]
         more: dict[int, list[Region]] = {}
         for (low, first), (high, last) in pairwise(known):
             copies = [index for index in range(low + 1, high) if index in flat and index not in found]
@@ -204,13 +205,13 @@ class Finder:
         return {left[0]: held} if same and not values[len(expected) :].any() else {}
 
     def _of(self, flat: Tensor, infos: list[ParamInfo], sources: _Sources) -> list[Region]:
-        found = in_memory(flat, [([whole(info)], info.param.detach()) for info in sources.beside(flat)])
+        found = in_memory(flat, [([region], held) for region, held in sources.beside(flat)])
         if not found:
             twins = sources.twins(flat)
-            twins.sort(key=lambda info: info.id in self._copied)  # those without a copy first, in the model's order
-            found = [whole(info) for info in twins[:1]]
+            twins.sort(key=lambda region: region.info.id in self._copied)  # first those without a copy, as in the model
+            found = twins[:1]
         found = found or self._tile(flat, infos)
-        self._copied.update(region.info.id for region in found if region.length == region.info.numel)
+        self._copied.update(region.info.id for region in found if sources.has(region))
         return found
 
     def _tile(self, flat: Tensor, infos: list[ParamInfo]) -> list[Region]:
@@ -255,29 +256,60 @@ class Finder:
 
 
 class _Sources:
-    """Parameters by where they lie and by what they hold, so that each copy is not compared with all of them."""
+    """What of parameters lies on this rank, by where it lies and by what it holds, so that each copy is not compared
+    with all of them."""
 
-    def __init__(self, infos: Sequence[ParamInfo]) -> None:
-        self._of_storage: dict[int, list[ParamInfo]] = defaultdict(list)
-        self._of_values: dict[tuple[int, torch.dtype, bytes], list[ParamInfo]] = defaultdict(list)
+    def __init__(self, held: Iterable[tuple[Region, Tensor]]) -> None:
+        self._of_storage: dict[int, list[tuple[Region, Tensor]]] = defaultdict(list)
+        self._of_values: dict[tuple[int, torch.dtype, bytes], list[Region]] = defaultdict(list)
         self._dtypes: dict[int, set[torch.dtype]] = defaultdict(set)
-        for info in infos:
-            param = info.param.detach()
-            size, dtype = param.numel(), param.dtype
-            self._of_storage[_storage(param)].append(info)
-            self._dtypes[size].add(dtype)
-            self._of_values[size, dtype, _compared(param.reshape(-1), dtype)].append(info)
+        self._lengths: dict[int, int] = {}
+        for region, tensor in held:
+            dtype = tensor.dtype
+            self._of_storage[_storage(tensor)].append((region, tensor))
+            self._dtypes[region.length].add(dtype)
+            self._of_values[region.length, dtype, _compared(tensor.reshape(-1), dtype)].append(region)
+            self._lengths[region.info.id] = region.length
 
-    def beside(self, flat: Tensor) -> list[ParamInfo]:
-        """Parameters whose memory was allocated together with a tensor's."""
+    def beside(self, flat: Tensor) -> list[tuple[Region, Tensor]]:
+        """What was allocated together with a tensor."""
         return self._of_storage.get(_storage(flat), [])
 
-    def twins(self, flat: Tensor) -> list[ParamInfo]:
-        """Parameters of a tensor's size that agree with it, in their own type, as `_same` says."""
+    def twins(self, flat: Tensor) -> list[Region]:
+        """What has a tensor's size and agrees with it, in its own type, as `_same` says."""
         size = flat.numel()
         keys = [(size, dtype, _compared(flat, dtype)) for dtype in self._dtypes.get(size, ())]
-        found = [info for key in keys for info in self._of_values.get(key, ())]
-        return sorted(found, key=lambda info: info.id) if len(keys) > 1 else found
+        found = [region for key in keys for region in self._of_values.get(key, ())]
+        return sorted(found, key=lambda region: region.info.id)
+
+    def has(self, region: Region) -> bool:
+        """Whether a region is all that this rank has of its parameter."""
+        return region.length == self._lengths.get(region.info.id)
+
+
+def _held_whole(info: ParamInfo) -> tuple[Region, Tensor]:
+    return whole(info), info.param.detach()
+
+
+def _shards(infos: Iterable[ParamInfo]) -> Iterator[tuple[Region, Tensor]]:
+    """This rank's parts of DTensors, where these are rows of them that lie one after the other."""
+    parted = [info for info in infos if hasattr(info.param, "_local_tensor") and info.shape]
+    if not parted:
+        return
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    for info in parted:
+        param: Any = info.param
+        local = param._local_tensor
+        if local.is_meta or not local.numel() or param.device_mesh.get_coordinate() is None:
+            continue
+        if not all(type(one) is Replicate or one == Shard(0) for one in param.placements):
+            continue
+        shape, offset = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
+        if tuple(shape) == tuple(local.shape):
+            start = offset[0] * (info.numel // info.shape[0])
+            yield Region(info, start, 0, local.numel()), local.detach()
 
 
 def _storage(tensor: Tensor) -> int:
