@@ -159,12 +159,13 @@ def judge(case: Case) -> Answer | None:
             suggested_experiment=between_names(case.context, equal),
         )
     if adds_up := _adds_up(case):
+        text, averages = adds_up
         return Answer(
             explanation=f"Every token enters backward with x {factor:.6g} of the weight that "
-            f"{case.context.objective} asks for. {adds_up}",
-            fix="Divide the loss by the tokens of all ranks and multiply it by nothing, or let the reduction average."
+            f"{case.context.objective} asks for. {text}",
+            fix=f"Divide the loss by the tokens of all ranks and multiply it by nothing, or {averages}."
             if case.context.objective == GLOBAL
-            else f"Let the reduction average, or divide each loss by {factor:.6g} as well.",
+            else f"{averages[0].upper()}{averages[1:]}, or divide each loss by {factor:.6g} as well.",
             suggested_experiment=between_names(case.context, equal),
         )
     counted = None if case.names else _counted(case)
@@ -203,27 +204,28 @@ def _count(case: Case, counted: int) -> str:
     return (COUNTED if case.pattern.factor < MANY else FEWER).format(counted=counted)
 
 
-def _adds_up(case: Case) -> str:
-    """What is said of a sum over as many ranks as the losses are multiplied by; "" where there is none, and where a
-    documented division, or one of the program's lines, makes an average of it."""
+def _adds_up(case: Case) -> tuple[str, str] | None:
+    """What is said of a sum over as many ranks as the losses are multiplied by, and what makes an average of it; None
+    where there is none, and where a documented division, or one of the program's lines, makes an average of it."""
     sums = [
         event
         for held in case.held
         for entry in held.replay.history(held.rank)
-        if isinstance(event := entry.event, Reduce) and event.op == "sum" and not event.replicate_group
-        if len(event.group) > 1 and nominal_factor(event) == 1
+        if isinstance(event := entry.event, Reduce) and not event.replicate_group and len(event.group) > 1
+        if (event.op == "sum" and nominal_factor(event) == 1) or (event.op == "unknown" and event.hook is not None)
     ]
     sizes = {len(event.group) for event in sums}
     tolerance = max(EXACT, 2 * case.pattern.tolerance)
     if len(sizes) != 1 or abs(case.pattern.factor / max(sizes) - 1) > tolerance:
-        return ""
+        return None
     if any(abs(cell.ratio * max(sizes) / (cell.root_ratio or 1) - 1) <= tolerance for _, cell in case.cells):
-        return ""
-    event = min(sums, key=lambda event: event.seq)
+        return None
+    event, size = min(sums, key=lambda event: event.seq), max(sizes)
     place = f" at {event.site.short}" if event.site is not None else ""
+    what = f"The communication hook {event.hook}" if event.hook is not None else f"The reduction{place}"
     return (
-        f"The reduction{place} adds up the gradients of {max(sizes)} ranks: losses that are multiplied by this number "
-        "ask for an average."
+        f"{what} adds up the gradients of {size} ranks: losses that are multiplied by this number ask for an average.",
+        f"let the hook divide by {size}" if event.hook is not None else "let the reduction average",
     )
 
 
