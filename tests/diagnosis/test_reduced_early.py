@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from gradcheck_dist.diagnosis.steps.reduced_early import reduced_early
+from gradcheck_dist.diagnosis.steps.reduced_early import COMES_AGAIN, COMES_EARLY, early_in_words, reduced_early
 from gradcheck_dist.events import AFTER, BEFORE, Param, Reduce
 from gradcheck_dist.ledger.tracks import Point, StepData, Track, Values
 
@@ -38,3 +38,14 @@ def test_what_was_lacking_before_a_reduction_and_came_behind_it_tells(
     )
     data = StepData(0, {0: [event]}, {}, {(-1, "w"): {0: track}}, complete=True)
     assert (reduced_early(data, track) is not None) == found
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_whether_it_comes_once_more_behind_the_rest_is_told(again: bool) -> None:
+    first, second = (
+        Reduce(impl="all_reduce", op="sum", group=(0, 1), params=0, seq=seq, t_ns=0, step=0) for seq in (7, 9)
+    )
+    track = Track(Param(id=0, name="w", shape=(8,), dtype="float32", num_positions=8), 0)
+    events = [first, second] if again else [first]
+    data = StepData(0, {0: events}, {0: {0: (0,)}}, {(-1, "w"): {0: track}}, complete=True)
+    assert early_in_words(data, track, first) == (COMES_AGAIN if again else COMES_EARLY)

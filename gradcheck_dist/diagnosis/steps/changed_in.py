@@ -11,7 +11,7 @@ import msgspec
 from gradcheck_dist.diagnosis.causes.account import event_at
 from gradcheck_dist.diagnosis.causes.culprit import kind_of
 from gradcheck_dist.diagnosis.causes.own_lines import lines_that_write
-from gradcheck_dist.diagnosis.steps.reduced_early import COMES_EARLY, reduced_early
+from gradcheck_dist.diagnosis.steps.reduced_early import early_in_words, reduced_early
 from gradcheck_dist.diagnosis.weights.cells import Cell, Held, judge
 from gradcheck_dist.diagnosis.words import that_write
 from gradcheck_dist.events import OWN_OPTIMIZER, Backward, Event
@@ -36,8 +36,11 @@ def name_places(
     for held in measured:
         if NO_COMBINATION not in held.reason:
             continue
-        if (early := reduced_early(data, data.tracks[held.param][held.rank])) is not None:
-            held.changed_in = f"{place_in_words('reduce', short_line(early), None)} {COMES_EARLY}"
+        track = data.tracks[held.param][held.rank]
+        if (early := reduced_early(data, track)) is not None:
+            held.changed_in = (
+                f"{place_in_words('reduce', short_line(early), None)} {early_in_words(data, track, early)}"
+            )
             continue
         last: tuple[Event, Entry] | None = None
         for entry in held.replay.history(held.rank):

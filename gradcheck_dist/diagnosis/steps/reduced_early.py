@@ -1,7 +1,8 @@
 """Gradients that are reduced while their pass still goes on.
 
 Autograd hands a parameter's gradient on in parts where a backward pass runs inside of another (checkpointed regions of
-a module that is used twice). A hook that reduces behind the first part leaves the others on their own rank.
+a module that is used twice). A hook that reduces behind the first part leaves the others on their own rank, and one
+that is called for each part reduces the first again with them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from gradcheck_dist.events import AFTER, BEFORE, Reduce
 from gradcheck_dist.ledger.tracks import StepData, Track
 
 COMES_EARLY = "comes while backward still adds to it: what is added after that stays on its own rank"
+COMES_AGAIN = "comes while backward still adds to it, and again behind that: what was there at first is reduced twice"
 NEAR = 1e-4
 """Relative difference within which two float32 gradients are one."""
 A_PART = 1e-2
@@ -39,3 +41,15 @@ def reduced_early(data: StepData, track: Track) -> Reduce | None:
         if A_PART * size < np.linalg.norm(lacking) and np.linalg.norm(added - lacking) <= NEAR * size:
             return event
     return None
+
+
+def early_in_words(data: StepData, track: Track, early: Reduce) -> str:
+    """What such a reduction leaves, by whether another one of the same pass follows."""
+    place = early.accumulation_step, early.microbatch
+    behind = [event for event in data.events[track.rank] if isinstance(event, Reduce) and event.seq > early.seq]
+    again = any(
+        (event.accumulation_step, event.microbatch) == place
+        and track.param.id in data.params_of(track.rank, event.params)
+        for event in behind
+    )
+    return COMES_AGAIN if again else COMES_EARLY
