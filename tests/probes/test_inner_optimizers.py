@@ -84,3 +84,33 @@ def test_what_they_keep_of_an_earlier_step_is_told_by_the_parameters_name(tmp_pa
     assert reason.startswith(
         "the optimizer reads a gradient of extra.bias, extra.weight that no recorded backward pass"
     )
+
+
+class WithSlowWeights(torch.optim.Optimizer):
+    """One inner optimizer steps the parameters, another one copies that follow them."""
+
+    def __init__(self, params: Iterable[nn.Parameter], lr: float) -> None:
+        self.ours = list(params)
+        super().__init__(self.ours, {"lr": lr})
+        self.slow = [nn.Parameter(param.detach().clone()) for param in self.ours]
+        self.fast, self.follow = torch.optim.SGD(self.ours, lr=lr), torch.optim.SGD(self.slow, lr=0.5)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.fast.step()
+        with torch.no_grad():
+            for param, slow in zip(self.ours, self.slow, strict=True):
+                slow.grad = slow - param
+        self.follow.step()
+
+
+def test_copies_beside_parameters_that_another_inner_optimizer_steps_are_none(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = WithSlowWeights(model.parameters(), lr=0.0)  # a warm-up's first steps: all are alike
+    with attach(tmp_path, objective="global-token-mean"):
+        for _ in range(STEPS):
+            data = batch(0, 0)
+            (token_sum(model, data) / int((data[1] >= 0).sum())).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert diagnose(read_run(tmp_path)).findings == []

@@ -19,6 +19,8 @@ def params_of(
 ) -> list[ParamInfo]:
     registry = recorder.registry
     params = with_memory(params)
+    if inside:
+        registry.steps_inside(params)
     found = registry.asked_before(params, owner=owner)
     if found is not None:
         return found

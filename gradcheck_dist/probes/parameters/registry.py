@@ -49,6 +49,7 @@ class Registry(Plans):
         self._written: dict[int, Param] = {}
         self._trained: set[int] = set()  # ids of parameters that were trained when they were last looked at
         self._owned: set[int] = set()  # parameters that an optimizer owns itself
+        self._owned_inside: set[int] = set()  # and one that steps inside of another's step
         self._finder = Finder()
         self._in_use = InUse()
         self._names: set[tuple[int | None, str]] = set()
@@ -127,11 +128,15 @@ class Registry(Plans):
         foreign = [param for param in foreign if self.find(param) is None]
         if not foreign:
             return
-        owned = set[int]() if inside else self._owned
+        owned = self._owned_inside if inside else self._owned
         candidates = [info for info in self.infos() if info.param.requires_grad and info.id not in owned]
         gradients = [([whole(info)], buffer) for info in candidates if (buffer := gradient_of(info)) is not None]
         for index, regions in self._finder.find(foreign, candidates, gradients).items():
             self.add_copy(foreign[index], regions)
+
+    def steps_inside(self, params: Iterable[Tensor]) -> None:
+        """An optimizer that steps inside of another's step owns these itself."""
+        self._owned_inside.update(info.id for param in params if (info := self.find(param)) is not None)
 
     def _holds_parts(self, param: Tensor) -> bool:
         """Whether an optimizer's tensor turns out to hold parts of parameters that are whole only while in use."""
