@@ -31,8 +31,8 @@ def parts_of_one_loss(data: StepData, contributions: Contributions) -> list[list
     for key, one in contributions.by_key.items():
         if one.label_hash is not None and one.num_tokens and one.value is not None and np.isfinite(one.value):
             alike[key[0], one.label_hash, one.num_tokens].append(one)
-    groups = [[one.key for one in of] for of in alike.values() if len(of) > 1 and _one_value(of)]
-    return [group for group in groups if _have_other_gradients(data, contributions, group)]
+    groups = [[one.key for one in of] for of in alike.values() if len(of) > 1 and have_one_value(of)]
+    return [group for group in groups if have_other_gradients(data, contributions, group)]
 
 
 def counted_once(
@@ -45,13 +45,14 @@ def counted_once(
     return {key: weights[of] for key in tokens if (of := first.get(key, key)) in weights}
 
 
-def _one_value(members: list[Contribution]) -> bool:
+def have_one_value(members: list[Contribution]) -> bool:
+    """Whether the losses of all of them came to one value, as far as values were recorded."""
     values = [one.value for one in members if one.value is not None]
     epsilon = max(EPSILON.get(one.loss.dtype, 0.0) if one.loss is not None else 0.0 for one in members)
-    return bool(max(values) - min(values) <= max(LEAST, 2 * epsilon) * abs(max(values, key=abs)))
+    return not values or bool(max(values) - min(values) <= max(LEAST, 2 * epsilon) * abs(max(values, key=abs)))
 
 
-def _have_other_gradients(data: StepData, contributions: Contributions, group: list[ContributionKey]) -> bool:
+def have_other_gradients(data: StepData, contributions: Contributions, group: list[ContributionKey]) -> bool:
     """Whether most parameters got another gradient in each pass of a group."""
     votes: list[bool] = []
     for of_param in data.tracks.values():

@@ -21,6 +21,7 @@ from itertools import chain
 import numpy as np
 
 from gradcheck_dist.diagnosis.losses.aim import Aim
+from gradcheck_dist.diagnosis.losses.one_batch import passes_of_one_batch
 from gradcheck_dist.diagnosis.weights.cells import Held, judge
 from gradcheck_dist.events import Backward, Event
 from gradcheck_dist.ledger.contributions import Contribution, ContributionKey, Contributions
@@ -34,6 +35,11 @@ SAME = 1e-3
 """Factors nearer to one another than this, relative, are one."""
 MIXED = 1e-4
 """How near, relative, a coefficient of a mixture is to the number that was written."""
+MEANT = "whether these are coefficients that are meant or wrong normalisers"
+ADD_UP = (
+    "whether they are losses that are meant to add up (parts of a network, an adversary's steps) or lack a division by "
+    "their number"
+)
 AS_OFTEN = "its gradient enters as often"
 Place = tuple[str, str]
 """The lines of a loss: where it was computed, where its backward pass began."""
@@ -61,10 +67,13 @@ def loss_by_loss(target: Aim, objective: str, data: StepData, measured: list[Hel
     if any(map(is_handed_on, counted.values())) and _is_one_loss(counted):
         return OwnMeans(target)
     passes = reached_by(data, target.contributions)
-    in_a_loop = len(losses) < 2
+    in_a_loop, of_one_batch = len(losses) < 2, False
     if in_a_loop:
         mixture = _mixture(target, objective, measured)
         losses = _by_parameters(counted, passes)
+        if len(losses) < 2 and mixture is None:
+            same = passes_of_one_batch(data, target.contributions, list(counted))
+            of_one_batch, losses = bool(same), {("", str(index)): keys for index, keys in enumerate(same)}
         if mixture is not None or len(losses) < 2:
             return mixture or OwnMeans(target)
     touched = {place: frozenset[ParamKey]().union(*(passes.get(key, ()) for key in keys))
@@ -93,10 +102,12 @@ def loss_by_loss(target: Aim, objective: str, data: StepData, measured: list[Hel
         return OwnMeans(target)  # halves are parts of one loss; beside what else is wrong less is assumed
     shown = " and ".join(f"x {share:.4g}" for share in shares.values())
     apart = "in passes that train parameters of their own" if in_a_loop else "one by one"
+    if of_one_batch:
+        apart = "in passes on one batch (the same labels in each)"
     reason = (
         f"the losses at {lines} are differentiated {apart}, and weigh {shown} of a mean over their own tokens"
         f"{_as_many_as_passes(losses, shares)}: "
-        "whether these are coefficients that are meant or wrong normalisers is not known. "
+        f"{ADD_UP if of_one_batch and whole else MEANT} is not known. "
         "gradcheck_dist.mark_loss(loss_sum, num_tokens, term=..., coefficient=...) tells"
     )
     if _are_one(losses, counted):

@@ -16,9 +16,10 @@ from dataclasses import dataclass, replace
 
 from gradcheck_dist.diagnosis.weights.bare_sums import are_bare_sums
 from gradcheck_dist.diagnosis.weights.cells import MAX_SPREAD
-from gradcheck_dist.diagnosis.weights.degrees import degrees_of, is_of_degrees, same
+from gradcheck_dist.diagnosis.weights.degrees import SAME, degrees_of, is_of_degrees, same
 from gradcheck_dist.events import Event, Loss, LossGradient
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions, losses_of_rank
+from gradcheck_dist.ledger.solve import EPSILON
 
 HALF = 0.5
 EXACT = 1e-5
@@ -52,7 +53,7 @@ class Written:
     def remark(self) -> str:
         if self.coefficient == 1:
             return "several losses stand in a sum: judged by one that nothing multiplies there"
-        return f"{self.coefficient:.4g} x stands before the loss in a sum of several, and is taken for its coefficient"
+        return f"{self.coefficient:.6g} x stands before the loss in a sum of several, and is taken for its coefficient"
 
     @property
     def reason(self) -> str:
@@ -113,12 +114,13 @@ def _without(contributions: Contributions, losses: Sequence[LossOfPasses], *, of
     numbers = [one for one in before if one is not None]
     if len(numbers) < len(before):
         return None
-    if all(same(one, numbers[0]) for one in numbers) and (len(numbers) > 1 or same(numbers[0], 1)):
+    near = _rounding(losses)
+    if all(same(one, numbers[0], near) for one in numbers) and (len(numbers) > 1 or same(numbers[0], 1, near)):
         return None  # tasks, or parts of one batch: all weigh alike
     means = [all(loss is not None and loss.reduction == "mean" for _, loss in one.values()) for one in losses]
-    index = max(range(len(losses)), key=lambda index: (same(numbers[index], 1), means[index] != of_sum, -index))
+    index = max(range(len(losses)), key=lambda index: (same(numbers[index], 1, near), means[index] != of_sum, -index))
     main = {key: gradient for key, (gradient, _) in losses[index].items()}
-    number = 1.0 if same(numbers[index], 1) else numbers[index]
+    number = 1.0 if same(numbers[index], 1, near) else numbers[index]
     by_key = {
         key: replace(one, num_tokens=main[key].num_tokens, weight=main[key].weight / number, spread=0.0)
         for key, one in contributions.by_key.items()
@@ -142,6 +144,12 @@ def _without(contributions: Contributions, losses: Sequence[LossOfPasses], *, of
     certain &= num_parts == 1 and not uneven
     aimed_at = replace(contributions, by_key=by_key)
     return Written(aimed_at, number, certain, may_divide, of_sum, counted, uncounted, divided, num_parts)
+
+
+def _rounding(losses: Sequence[LossOfPasses]) -> float:
+    """How near, relative, a number before a loss is to one that is read there: learned weights are near 1 at first."""
+    dtypes = {event.dtype if event is not None else "bfloat16" for loss in losses for _, event in loss.values()}
+    return min(max([EXACT, *(4 * EPSILON.get(dtype, SAME) for dtype in dtypes)]), SAME)
 
 
 def _is_uneven_mean(numbers: Sequence[float]) -> bool:

@@ -20,6 +20,8 @@ SOFT_TARGETS = "log_softmax"
 """Op of a loss whose targets are no labels: probes/losses/unseen.py."""
 SAME = 1e-3
 """Factors nearer to one another than this, relative, are the same."""
+EXACT = 1e-5
+"""How near, relative, a factor is to the number of ranks or passes that makes it."""
 HOTTEST = 10
 """The largest temperature of which a square is believed."""
 
@@ -152,9 +154,9 @@ def _beside_others(case: Case, data: StepData) -> bool:
     counted = case.context.contributions
     gradients = [c.gradient for c in counted.by_key.values()]
     if case.pattern.factor > 1:
-        before = [one.weight * (one.num_tokens or 0) / one.whole if one and one.whole else 1.0 for one in gradients]
-        in_sum = not any(same(number, 1) for number in before)
-        told = case.context.as_written or is_of_degrees(case.pattern.factor, counted)
+        in_sum = all(one is not None and _has_number_in_sum(one) for one in gradients)
+        exact = max(EXACT, case.pattern.tolerance)
+        told = case.context.as_written or is_of_degrees(case.pattern.factor, counted, exact)
         return in_sum and not told and not _bare_sums(case, data)
     beside = all(one is not None and one.other_losses > 0 for one in gradients)
     if not case.pattern.factor > 0 or not (beside or case.context.as_written):
@@ -163,6 +165,14 @@ def _beside_others(case: Case, data: StepData) -> bool:
     if all(_divided_by_all_tokens(one, counted) for one in each):
         return False
     return not is_of_degrees(case.pattern.factor, counted) or not all(_multiplied_as_a_whole(one, case) for one in each)
+
+
+def _has_number_in_sum(one: LossGradient) -> bool:
+    """Whether some number stands before a loss's mean in a sum of several, or may: what tensors that weigh a stack of
+    losses multiply each by is not told."""
+    if not one.whole:
+        return one.other_losses > 0
+    return not same(one.weight * (one.num_tokens or 0) / one.whole, 1)
 
 
 def _bare_sums(case: Case, data: StepData) -> bool:

@@ -140,7 +140,7 @@ def tell_by_other_steps(verdicts: Sequence[StepVerdict]) -> None:
             blamed = found.first_event.file, found.first_event.line
             if written is not None and (written[1].file, written[1].line) != blamed:
                 verdict.findings = [_of_a_line(found, right[0][0].context.step, *written)]
-            elif at_loss:
+            elif at_loss and not all(_alike(one.rest, mine.rest) for _, one in right):
                 verdict.findings = [_of_the_rest(found, right[0][0].context.step, right[0][1], mine)]
 
 
