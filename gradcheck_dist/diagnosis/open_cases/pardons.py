@@ -14,6 +14,7 @@ from gradcheck_dist.diagnosis.open_cases.masked_sequences import masked_sequence
 from gradcheck_dist.diagnosis.open_cases.own_parameters import experts, own_mean
 from gradcheck_dist.diagnosis.open_cases.own_rates import own_rates
 from gradcheck_dist.diagnosis.open_cases.parted_heads import parted_head
+from gradcheck_dist.diagnosis.open_cases.tasks_apart import tasks_apart
 from gradcheck_dist.diagnosis.open_cases.unread import not_read_yet, other_parts, read_elsewhere, turned_round
 from gradcheck_dist.diagnosis.open_cases.unusual import unusual
 from gradcheck_dist.ledger.tracks import StepData
@@ -23,7 +24,7 @@ Pardon = Callable[[Case, StepData], str | None]
 PARDONS: tuple[Pardon, ...] = (
     *(coefficient, experts, frozen, own_mean, reduced_inside, gathered_otherwise),
     *(not_read_yet, turned_round, read_elsewhere, other_parts, masked_sequences, mean_of_givers),
-    *(post_local_sgd, own_rates, parted_head, unusual),
+    *(post_local_sgd, own_rates, parted_head, tasks_apart, unusual),
 )
 
 

@@ -10,6 +10,7 @@ from math import fsum, isnan
 
 import numpy as np
 
+from gradcheck_dist.diagnosis.weights.rounded import rounded_to
 from gradcheck_dist.events import AmpUnscale, Clip, Reduce, ScaleGrads
 from gradcheck_dist.ledger.buffers import Replay
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
@@ -177,6 +178,7 @@ class _Due:
     root: float
     loss_epsilon: float
     material: float
+    num_tokens: int
 
 
 def judge(measured: list[Held], contributions: Contributions, expected: dict[ContributionKey, Fraction]) -> list[Held]:
@@ -189,7 +191,9 @@ def judge(measured: list[Held], contributions: Contributions, expected: dict[Con
         # A loss that was not seen may have been of any dtype.
         loss_epsilon = EPSILON.get(contribution.loss.dtype if contribution.loss else "bfloat16", 2.0**-23)
         allowed = material(contribution.num_tokens)
-        dues[key] = _Due(weight, float(weight), contribution.weight, loss_epsilon, allowed)
+        dues[key] = _Due(
+            weight, float(weight), contribution.weight, loss_epsilon, allowed, contribution.num_tokens or 1
+        )
     return [
         _with_cells(held, dues, not expected or any(key in expected for key in held.replay.basis.keys))
         for held in measured
@@ -220,6 +224,8 @@ def _with_cells(held: Held, dues: dict[ContributionKey, _Due], counts: bool) -> 
                 result.num_unknown += 1
                 continue
             own = group[0] if len(group) == 1 else _own_summand(held, group)
+            off = seen and root and abs(seen - weight) > MATERIAL * weight
+            rounded = rounded_to(root * weight / seen, root, due.num_tokens) if off else 0.0
             result.cells.append(
                 Cell(
                     key=key,
@@ -230,7 +236,7 @@ def _with_cells(held: Held, dues: dict[ContributionKey, _Due], counts: bool) -> 
                     nominal=_sum(held.nominal, group) * root,
                     observed=seen,
                     ratio=seen / weight,
-                    tolerance=systematic(epsilon, due.loss_epsilon, num_scalings) + SIGMAS * error,
+                    tolerance=systematic(epsilon, max(due.loss_epsilon, rounded), num_scalings) + SIGMAS * error,
                     stderr=error,
                     material=due.material,
                 )
