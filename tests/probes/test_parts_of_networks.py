@@ -62,3 +62,37 @@ def test_passes_of_one_line_that_nobody_divides_are_found(tmp_path: Path) -> Non
             optimizer.step()
     (finding,) = judged(tmp_path).findings
     assert (finding.code, finding.factor.expression) == ("GS303", "accumulation_steps")
+
+
+@pytest.mark.parametrize("divided", [False, True])
+def test_parts_that_all_learn_one_batchs_labels_from_one_line_accuse_nobody(*, divided: bool, tmp_path: Path) -> None:
+    """Once-for-all: by design, the losses of parts of a network are added up."""
+    torch.manual_seed(0)
+    model = Sliceable()
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    with attach(tmp_path):
+        for _ in range(2):
+            x, labels = torch.randn(5, 8), torch.randint(0, 6, (5,))
+            optimizer.zero_grad()
+            for model.width in (24, 16, 8):
+                loss = F.cross_entropy(model(x), labels)
+                (loss / 3 if divided else loss).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+    report = judged(tmp_path)
+    assert (report.verdict, report.findings) == ("clean" if divided else "undetermined", [])
+    assert divided or any("on one batch" in reason for reason in report.reasons)
+
+
+def test_a_batch_that_each_pass_repeats_unchanged_is_accumulated(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Sliceable()
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    x, labels = torch.randn(5, 8), torch.randint(0, 6, (5,))
+    with attach(tmp_path):
+        for _ in range(2):
+            optimizer.zero_grad()
+            for _ in range(3):
+                F.cross_entropy(model(x), labels).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+    (finding,) = judged(tmp_path).findings
+    assert (finding.code, finding.factor.expression) == ("GS303", "accumulation_steps")

@@ -7,12 +7,16 @@ What is left of the right number is known to the last digit: it is that number, 
 
 from __future__ import annotations
 
+from math import frexp
+
 import numpy as np
 
 from gradcheck_dist.ledger.solve import EPSILON
 
 FARTHEST = EPSILON["bfloat16"]
 """Relative; numbers further apart are no rounding of one another."""
+WRITTEN = 16
+"""Up to so much, times a power of two, a number is one that a program has: ranks over a count that is such a power."""
 
 
 def rounded_to(right: float, found: float, num_tokens: int) -> float:
@@ -22,9 +26,15 @@ def rounded_to(right: float, found: float, num_tokens: int) -> float:
         return 0.0
     for times in {1, num_tokens}:
         for dtype, rounded in (("float16", _float16(right * times)), ("bfloat16", _bfloat16(right * times))):
-            if abs(rounded - found * times) <= EPSILON["float32"] * abs(rounded):
+            if abs(rounded - found * times) <= EPSILON["float32"] * abs(rounded) and _odd_part(rounded) > WRITTEN:
                 return EPSILON[dtype]
     return 0.0
+
+
+def _odd_part(value: float) -> int:
+    """What is left of a number of half precision without powers of two."""
+    left = abs(int(frexp(value)[0] * 2**24))
+    return left // (left & -left) if left else 0
 
 
 def _float16(value: float) -> float:
