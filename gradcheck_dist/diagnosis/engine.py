@@ -23,7 +23,7 @@ from gradcheck_dist.diagnosis.steps.alternatives import (
 )
 from gradcheck_dist.diagnosis.steps.changed_in import NO_COMBINATION
 from gradcheck_dist.diagnosis.steps.computed_behind import leave_computed_open
-from gradcheck_dist.diagnosis.steps.drift import leave_drift, leave_drift_between_open
+from gradcheck_dist.diagnosis.steps.drift import leave_drift, leave_drift_between_open, leave_own_parts_open
 from gradcheck_dist.diagnosis.steps.earlier_gradients import tell_earlier_gradients
 from gradcheck_dist.diagnosis.steps.fixed_lengths import leave_fixed_lengths_open
 from gradcheck_dist.diagnosis.steps.hand_clip import settle
@@ -119,6 +119,7 @@ def conclude(
     name_waiting([(one.context.step, one.unread, one.held) for one in verdicts], NO_COMBINATION)
     tell_earlier_gradients(verdicts)
     tell_terms(verdicts)
+    leave_own_parts_open(verdicts)
     leave_drift(verdicts)
     weigh(verdicts)
     leave_tasks_open(verdicts)

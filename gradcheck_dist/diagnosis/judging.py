@@ -47,6 +47,7 @@ from gradcheck_dist.diagnosis.open_cases.pardons import leave_open
 from gradcheck_dist.diagnosis.open_cases.sample_means import mean_over_samples
 from gradcheck_dist.diagnosis.open_cases.stepped_again import stepped_again
 from gradcheck_dist.diagnosis.open_cases.uncounted import without_uncounted
+from gradcheck_dist.diagnosis.open_cases.unread import begun_alike, parts_handed_on
 from gradcheck_dist.diagnosis.rules import all_rules
 from gradcheck_dist.diagnosis.steps.alternatives import LOST, UNREDUCED
 from gradcheck_dist.diagnosis.steps.cases import cases_of, configured_at
@@ -233,6 +234,7 @@ def _judged(
     cases, whole = leave_whole_open(cases, data)
     cases, meant = leave_open(cases, data)
     cases, made_up = leave_open(cases, data, MAKE_UP)
+    verdict.own_parts, verdict.begun_alike = parts_handed_on(cases, data), begun_alike(data)
     verdict.reasons += [*parted, *whole, *meant, *made_up]
     if hidden is None:
         hidden = [ratio for case in cases for ratio in case.culprit.hidden]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from gradcheck_dist.diagnosis.causes.case import Case, factor_in_words
 from gradcheck_dist.diagnosis.open_cases.inside_step import is_own_alone
 from gradcheck_dist.diagnosis.weights.cells import Held
@@ -11,6 +13,10 @@ from gradcheck_dist.wording import numbered
 
 EXACT = 1e-6
 """Relative: how near a number that somebody wrote must be."""
+HANDED_ON = (
+    "behind the step ranks hand on what they stepped, and parameters are alike when the next one begins, so what other "
+    "parts gave is overwritten: which parts each hands on is not followed"
+)
 
 
 def not_read_yet(case: Case, data: StepData) -> str | None:
@@ -110,19 +116,35 @@ def read_elsewhere(case: Case, data: StepData) -> str | None:
 def other_parts(case: Case, data: StepData) -> str | None:
     """Why gradients that hold nothing of other ranks behind a reduce-scatter accuse nobody: each rank has its part of
     what is summed, and may leave the others' parts as they were. A rank that stepped by these would have moved copies
-    apart."""
+    apart, unless parameters are handed on behind the step; whether they are shows when the next one begins."""
+    if _left_alike(data):
+        behind = (
+            "parameters are alike on all ranks behind the step, so nobody stepped by these alone: what steps, and by "
+            "which parts, is not followed"
+        )
+        return _of_other_parts(case, data, behind)
+    return _of_other_parts(case, data, HANDED_ON) if begun_alike(data, handed_on=True) else None
+
+
+def parts_handed_on(cases: Sequence[Case], data: StepData) -> str:
+    """What all these cases are if ranks hand on behind the step what each stepped by its own part of a reduction; ""
+    where some are none of the kind."""
+    found = {_of_other_parts(case, data, HANDED_ON) for case in cases}
+    return (found.pop() or "") if len(found) == 1 else ""
+
+
+def _of_other_parts(case: Case, data: StepData, behind: str) -> str | None:
     place = case.context.contributions.coordinate
     first = _scattered(case.held[0], data) if case.held else None
     if first is None or not all(_scattered(held, data) and is_own_alone(held, place) for held in case.held):
         return None
-    if any(_all_of(first.group, param, case) for param in {held.param for held in case.held}) or not _left_alike(data):
+    if any(_all_of(first.group, param, case) for param in {held.param for held in case.held}):
         return None
     line = f" at {first.site.short}" if first.site is not None else ""
     return (
         f"of what is reduced{line} each rank has its own part, and in .grad the other parts are what they were before; "
-        "parameters are alike on all ranks behind the step, so nobody stepped by these alone: what steps, and by which "
-        "parts, is not followed. Empty the parts of other ranks, or write what was reduced into a tensor that the "
-        "optimizer steps by, to have that judged"
+        f"{behind}. Empty the parts of other ranks, or write what was reduced into a tensor that the optimizer steps "
+        "by, to have that judged"
     )
 
 
@@ -151,6 +173,19 @@ def _left_alike(data: StepData) -> bool:
         for events in data.events.values()
     }
     return len(left) == 1 and None not in left
+
+
+def begun_alike(data: StepData, *, handed_on: bool = False) -> bool | None:
+    """Whether parameters were equal on all ranks when the step began, as far as they are looked at; None where nobody
+    looked. `handed_on`: what other ranks sent made them so behind an optimizer."""
+    begun = {
+        rank: next((e for e in events if isinstance(e, Replica) and not e.after), None)
+        for rank, events in data.events.items()
+    }
+    seen = [event for event in begun.values() if event is not None]
+    if len(begun) < 2 or len(seen) < len(begun):
+        return None
+    return len({event.fingerprint for event in seen}) == 1 and (not handed_on or all(event.exchanged for event in seen))
 
 
 def own_optimizer(data: StepData) -> bool:

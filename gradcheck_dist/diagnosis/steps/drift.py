@@ -57,11 +57,15 @@ def leave_drift_between_open(run: Run, verdicts: Sequence[StepVerdict]) -> None:
 def leave_drift(verdicts: Sequence[StepVerdict]) -> None:
     """Take findings away that no step showed up to the first in which copies were set apart, be that a finding or left
     open. Where ranks of one batch train on the sum of their losses, that shows no more then: any finding may be due to
-    their being read as one loss."""
+    their being read as one loss. Where all gradients were right and parameters came out unlike, the updates did it."""
     known: set[object] = set()
     since: tuple[int, str] | None = None
     any_follows = False
+    before: StepVerdict | None = None
+    by_update = False
     for verdict in sorted(verdicts, key=lambda one: one.context.step):
+        if since is None and before is not None and _updates_set_apart(before, verdict):
+            since, by_update = (before.context.step, "updates of each rank's own"), True
         if since is not None:
             late = [one for one in verdict.findings if (any_follows or one.code in FOLLOWS) and cause(one) not in known]
             verdict.findings = [one for one in verdict.findings if one not in late]
@@ -70,8 +74,38 @@ def leave_drift(verdicts: Sequence[StepVerdict]) -> None:
                 f"{since[0]}, which lets copies of parameters drift apart: taken for its consequence"
                 for one in late
             ]
+            verdict.reasons += [_of_updates(since[0])] if late and by_update else []
         known |= {cause(finding) for finding in verdict.findings}
         apart = [one.code for one in verdict.findings if one.code in SETS_APART and one.severity == "error"]
         if since is None and (apart or verdict.apart):
             since = verdict.context.step, apart[0] if apart else "unequal gradients of copies"
             any_follows = verdict.summed
+        before = verdict
+
+
+def _updates_set_apart(before: StepVerdict, verdict: StepVerdict) -> bool:
+    """Whether ranks held the same parameters when a step began, all gradients that show here were right in it, and they
+    hold others when the next one begins."""
+    judged, known = ({held.param for held in one.held if held.cells} for one in (verdict, before))
+    next_to = verdict.context.step == before.context.step + 1 and before.begun_alike and verdict.begun_alike is False
+    return bool(next_to) and before.comes_out_right and not before.findings and before.all_right and judged <= known
+
+
+def _of_updates(step: int) -> str:
+    return (
+        f"ranks held the same parameters in step {step} and their optimizers read right gradients, and yet they hold "
+        "others when the next step begins: ranks step by learning rates of their own, or draw numbers in it. Where "
+        "they are to train one model that is wrong, and where each tries other settings it is meant: what gradients "
+        "should be then is not judged"
+    )
+
+
+def leave_own_parts_open(verdicts: Sequence[StepVerdict]) -> None:
+    """Accuse no gradients of lacking other ranks' contributions in a step where they are alike with those of later
+    steps, of which the way in which they began told that ranks hand on what they step by parts of their own."""
+    told = {reason for verdict in verdicts for reason in verdict.reasons}
+    for verdict in verdicts:
+        if verdict.own_parts in told and verdict.own_parts not in verdict.reasons:
+            for finding in [one for one in verdict.findings if cause(one) in verdict.shapes]:
+                verdict.take_away(finding)
+            verdict.reasons.append(verdict.own_parts)

@@ -132,7 +132,10 @@ class StepVerdict:
     `assumed`: what a clip's lines must divide by, `divided`: what unrecorded lines divide by where nothing is wrong.
     `unmade`: parameters of which an optimizer read a gradient that no recorded pass made. `own_terms`: losses of a
     pass that were taken for terms with coefficients. `kept_apart`: what is known of passes that are. `apart`: copies of
-    parameters got unequal gradients on different ranks. `shares_updates`: ranks step another part of these each.
+    parameters got unequal gradients on different ranks. `begun_alike`: ranks held the same parameters when the step
+    began; None where that was not seen. `own_parts`: what all findings' weights are where ranks hand on, behind the
+    step, what they stepped by their own parts of a reduction, in words. `shares_updates`: ranks step another part of
+    parameters each.
     `unread`: what waits for an optimizer that steps later, `reads`: what optimizers read of some parameters.
     `summed`: ranks of one batch were taken to train on the sum of their losses, though few copies say so.
     `writes` are the trainer's own lines that multiply gradients, by file, line and factor.
@@ -177,6 +180,8 @@ class StepVerdict:
     own_terms: Terms | None = None
     kept_apart: KeptApart | None = None
     apart: bool = False
+    begun_alike: bool | None = None
+    own_parts: str = ""
     shares_updates: bool = False
     summed: bool = False
     unread: Unread = field(default_factory=Unread)
