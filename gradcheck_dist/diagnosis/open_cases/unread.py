@@ -13,6 +13,7 @@ from gradcheck_dist.wording import numbered
 
 EXACT = 1e-6
 """Relative: how near a number that somebody wrote must be."""
+OTHER_PARTS = "in .grad the other parts are what they were before"
 HANDED_ON = (
     "behind the step ranks hand on what they stepped, and parameters are alike when the next one begins, so what other "
     "parts gave is overwritten: which parts each hands on is not followed"
@@ -142,9 +143,8 @@ def _of_other_parts(case: Case, data: StepData, behind: str) -> str | None:
         return None
     line = f" at {first.site.short}" if first.site is not None else ""
     return (
-        f"of what is reduced{line} each rank has its own part, and in .grad the other parts are what they were before; "
-        f"{behind}. Empty the parts of other ranks, or write what was reduced into a tensor that the optimizer steps "
-        "by, to have that judged"
+        f"of what is reduced{line} each rank has its own part, and {OTHER_PARTS}; {behind}. Empty the parts of other "
+        "ranks, or write what was reduced into a tensor that the optimizer steps by, to have that judged"
     )
 
 

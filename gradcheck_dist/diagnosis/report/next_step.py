@@ -15,9 +15,10 @@ from gradcheck_dist.diagnosis.losses.terms_apart import NO_COUNT_TELLS
 from gradcheck_dist.diagnosis.open_cases.own_parameters import NO_SEED, OFF, ONE_SEED, UNSEEN
 from gradcheck_dist.diagnosis.open_cases.parted_heads import PARTED
 from gradcheck_dist.diagnosis.open_cases.stepped_again import AGAIN
+from gradcheck_dist.diagnosis.open_cases.unread import OTHER_PARTS
 from gradcheck_dist.diagnosis.steps.changed_in import LINES
 from gradcheck_dist.diagnosis.steps.computed_behind import NOT_THEIRS
-from gradcheck_dist.diagnosis.steps.drift import DRIFTED
+from gradcheck_dist.diagnosis.steps.drift import DRIFTED, SET_APART
 from gradcheck_dist.diagnosis.steps.hand_clip import AS_EVER
 from gradcheck_dist.diagnosis.steps.lone import ALONE
 from gradcheck_dist.diagnosis.steps.never_read import ELSEWHERE, NEVER_READ
@@ -106,6 +107,10 @@ SAYS = {
     "microbatch-mean, rank-token-mean, sequence-mean or global-token-mean.",
     "or these passes are lost": ONCE_A_STEP,
     "or tokens are missing in the step": ONCE_A_STEP,
+    SET_APART: "Nothing to do where each rank is to train a model of its own; else give all ranks' optimizers the same "
+    "numbers.",
+    OTHER_PARTS: "Empty the parts of .grad that other ranks step, and record again: then what each rank steps by is "
+    "judged.",
     DRIFTED: "Record the steps that the reason names. Nothing to do where ranks are meant to train apart there.",
     LEFT_OVER: "Nothing to do where these passes belong to no step; recorded together with a step that begins behind "
     "none of them (--steps 0:3), all is judged. Else call zero_grad() once a step, behind optimizer.step() or before "

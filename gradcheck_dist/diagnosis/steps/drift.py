@@ -16,6 +16,7 @@ from gradcheck_dist.ledger.tracks import ParamKey
 from gradcheck_dist.trace.run import Run
 from gradcheck_dist.wording import numbered
 
+SET_APART = "others when the next step begins: ranks step by learning rates of their own"
 DRIFTED = "what was not recorded in between gave each rank updates of its own"
 SETS_APART = frozenset({"GS103", "GS601", "GS602", "GS703", "GS802"})
 """What gives ranks that hold copies unequal updates: parts that are not summed, coefficients of their own."""
@@ -94,9 +95,8 @@ def _updates_set_apart(before: StepVerdict, verdict: StepVerdict) -> bool:
 def _of_updates(step: int) -> str:
     return (
         f"ranks held the same parameters in step {step} and their optimizers read right gradients, and yet they hold "
-        "others when the next step begins: ranks step by learning rates of their own, or draw numbers in it. Where "
-        "they are to train one model that is wrong, and where each tries other settings it is meant: what gradients "
-        "should be then is not judged"
+        f"{SET_APART}, or draw numbers in it. Where they are to train one model that is wrong, and where each tries "
+        "other settings it is meant: what gradients should be then is not judged"
     )
 
 
