@@ -47,13 +47,13 @@ def train_parts(run_dir: str, written: bool, divided: bool) -> None:
                 part /= world
             if written:
                 flat[own] = part
-            for param, of_param in zip(params, flat.split(sizes), strict=True):
+            for param, of_param in zip(params, flat.split(sizes), strict=True):  # type: ignore[no-untyped-call]
                 param.grad.copy_(of_param.view_as(param))  # type: ignore[union-attr]
             optimizer.step()
             with torch.no_grad():
                 values = torch.cat([param.flatten() for param in params])
                 dist.all_gather_into_tensor(values, values[own].clone())
-                for param, of_param in zip(params, values.split(sizes), strict=True):
+                for param, of_param in zip(params, values.split(sizes), strict=True):  # type: ignore[no-untyped-call]
                     param.copy_(of_param.view_as(param))
     dist.barrier()
     dist.destroy_process_group()
