@@ -32,7 +32,7 @@ TOKENS_OF_OTHERS = "num_tokens/num_tokens of step"
 """How the name begins of what divides by the tokens of other steps."""
 ALIKE = 1e-3
 """Relative; factors that somebody wrote lie further apart."""
-LEAST_STEPS = 3
+LEAST_STEPS, LEAST_UNLIKE = 3, 2
 EXACT, MOST_VAGUE = 1e-5, 1e-3
 """Relative: how near a ratio of token counts must be, and from where on chance would hit one."""
 
@@ -162,18 +162,18 @@ def leave_empty_open(verdicts: Sequence[StepVerdict]) -> None:
 
 
 def leave_schedules_open(verdicts: Sequence[StepVerdict]) -> None:
-    """Accuse no losses whose weight is another in each step while tokens and passes stay the same: no count that is
-    wrong would do that, a coefficient that follows a schedule does."""
+    """Accuse no losses whose weight is another in each step while tokens and passes stay the same, or in each of
+    several but those in which it is right: no wrong count would do that, a coefficient that follows a schedule does."""
     conducts = [verdict.conduct for verdict in verdicts if verdict.conduct is not None]
     sizes = {
         (one.contributions.num_tokens, one.context.num_accumulation, one.context.num_microbatches) for one in verdicts
     }
-    weights = sorted(one.losses for one in conducts)
+    wrong = sorted(one.losses for one in conducts if not _alike(one.losses * one.rest, 1.0))
     if len(conducts) < max(LEAST_STEPS, len(verdicts)) or len(sizes) != 1 or None in next(iter(sizes)):
         return
     if not all(_alike(one.rest, conducts[0].rest) for one in conducts):
         return
-    if any(_alike(one, other) for one, other in pairwise(weights)):
+    if len(wrong) < LEAST_UNLIKE or any(_alike(one, other) for one, other in pairwise(wrong)):
         return
     for verdict, conduct in zip(verdicts, conducts, strict=True):
         errors = verdict.errors

@@ -12,7 +12,7 @@ from gradcheck_dist.events import Backward
 from gradcheck_dist.ledger.contributions import Contributions
 from gradcheck_dist.ledger.discarded import emptied_at
 from gradcheck_dist.ledger.one_forward import forwards_of
-from gradcheck_dist.ledger.tracks import StepData
+from gradcheck_dist.ledger.tracks import Slot, StepData
 from gradcheck_dist.records import Site
 from gradcheck_dist.wording import numbered
 
@@ -76,6 +76,33 @@ def _at_own_lines(data: StepData, recorded: Contributions, kept: Contributions) 
     )
 
 
+def _chosen_among(verdicts: Sequence[StepVerdict]) -> str:
+    """What is told of steps of the same passes, each of which is right but for passes that it leaves out, others than
+    other steps, also behind one that it keeps: a line in a wrong place empties the same in all, or all that came
+    before it; a choice (gradients that agree, no outliers) does not. "" where that is not so."""
+    passes = {frozenset(verdict.contributions.by_key) for verdict in verdicts}
+    kept_aside = False
+    left_out: dict[int, frozenset[Slot]] = {}
+    for verdict in verdicts:
+        without = verdict.without_lost
+        if without is None or without.findings or not without.comes_out_right or not without.all_right:
+            return ""
+        lost = verdict.contributions.by_key.keys() - without.contributions.by_key.keys()
+        left_out[verdict.context.step] = frozenset(key[1:] for key in lost)
+        kept_aside |= any(key < one and key[0] == one[0] for key in without.contributions.by_key for one in lost)
+    if not kept_aside or len(passes) != 1 or len(set(left_out.values())) < 2 or not all(left_out.values()):
+        return ""
+    told = [
+        f"{in_short([str(k) for k in sorted({slot[0] for slot in of_step})])} of step {step}"
+        for step, of_step in left_out.items()
+    ]
+    return (
+        f"the gradients of accumulation steps {in_short(told)} are not in what the optimizer reads, others in each "
+        "step, and all other tokens weigh what they should without these: a choice among gradients that are kept aside "
+        f"(those that agree, or are no outliers) does that; if all belong to the step, {OR_LOST}"
+    )
+
+
 def leave_thrown_away_open(verdicts: Sequence[StepVerdict]) -> list[StepVerdict]:
     """The steps as they are without what each of them throws away, every other token weighing what it should without
     it. So statistics of gradients are taken, and attacks on the input computed from another batch, at lines of their
@@ -89,6 +116,10 @@ def leave_thrown_away_open(verdicts: Sequence[StepVerdict]) -> list[StepVerdict]
         if verdict.without_lost is not None
         if verdict.thrown is not None or len(verdict.without_lost.findings) < len(verdict.findings)
     ]
+    if left_out := _chosen_among(verdicts):
+        chosen = [verdict.without_lost for verdict in verdicts if verdict.without_lost is not None]
+        chosen[0].reasons.append(left_out)
+        return chosen
     if thrown is None or len(chosen) < len(verdicts):
         return list(verdicts)
     chosen[0].reasons.append(
