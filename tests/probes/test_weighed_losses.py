@@ -50,9 +50,27 @@ def test_passes_that_nobody_divides_are_found_below_such_tensors(tmp_path: Path)
     assert (finding.code, finding.factor.expression) == ("GS303", "accumulation_steps")
 
 
-@pytest.mark.parametrize("weight", [1.3, 1.0001])
-def test_a_number_before_a_loss_in_a_sum_is_its_coefficient_also_next_to_one(weight: float, tmp_path: Path) -> None:
-    assert trained(tmp_path, lambda one, other: weight * one + other).verdict == "clean"
+@pytest.mark.parametrize(("weight", "verdict"), [(1.3, "clean"), (1.0001, "undetermined"), (0.9999, "undetermined")])
+def test_a_number_before_a_loss_in_a_sum_may_be_its_coefficient_also_next_to_one(
+    weight: float, verdict: str, tmp_path: Path
+) -> None:
+    report = trained(tmp_path, lambda one, other: weight * one + other)
+    assert (report.verdict, report.findings) == (verdict, [])
+
+
+def test_a_count_that_is_off_by_one_of_many_is_found_in_a_sum(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, num = nn.Linear(6, 4), 2000
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    with attach(tmp_path):
+        for _ in range(2):
+            optimizer.zero_grad()
+            outputs = model(torch.randn(num, 6))
+            loss = F.cross_entropy(outputs, torch.randint(0, 4, (num,)), reduction="sum") / (num + 1)
+            (loss + 0.01 * outputs.pow(2).mean()).backward()
+            optimizer.step()
+    (finding,) = judged(tmp_path).findings
+    assert finding.factor.observed == pytest.approx(num / (num + 1), rel=1e-6)
 
 
 @pytest.mark.parametrize("right", [True, False])

@@ -24,6 +24,8 @@ from gradcheck_dist.ledger.solve import EPSILON
 HALF = 0.5
 EXACT = 1e-5
 """Relative; how near to a count a number must be that is made of it."""
+COUNTED, MOST_TOLD = 1e-6, 50_000
+"""Relative; how near a number next to 1 is to one that counts make, and up to how many tokens chance hits none."""
 LossOfPasses = dict[ContributionKey, tuple[LossGradient, Loss | None]]
 
 
@@ -120,7 +122,11 @@ def _without(contributions: Contributions, losses: Sequence[LossOfPasses], *, of
     means = [all(loss is not None and loss.reduction == "mean" for _, loss in one.values()) for one in losses]
     index = max(range(len(losses)), key=lambda index: (same(numbers[index], 1, near), means[index] != of_sum, -index))
     main = {key: gradient for key, (gradient, _) in losses[index].items()}
-    number = 1.0 if same(numbers[index], 1, near) else numbers[index]
+    next_to_one = same(numbers[index], 1) and not same(numbers[index], 1, near)
+    if not next_to_one:
+        number = 1.0 if same(numbers[index], 1) else numbers[index]
+    else:
+        number = 1.0 if _is_of_counts(numbers[index], contributions) else numbers[index]
     by_key = {
         key: replace(one, num_tokens=main[key].num_tokens, weight=main[key].weight / number, spread=0.0)
         for key, one in contributions.by_key.items()
@@ -141,7 +147,7 @@ def _without(contributions: Contributions, losses: Sequence[LossOfPasses], *, of
     uneven = num_parts == 1 and _is_uneven_mean(numbers)
     num_parts = 1 if same(numbers[index] * num_parts, 1) else num_parts
     certain = (means[index] != of_sum or unequal) and own and counted is uncounted is divided is None
-    certain &= num_parts == 1 and not uneven
+    certain &= num_parts == 1 and not uneven and not next_to_one
     aimed_at = replace(contributions, by_key=by_key)
     return Written(aimed_at, number, certain, may_divide, of_sum, counted, uncounted, divided, num_parts)
 
@@ -150,6 +156,13 @@ def _rounding(losses: Sequence[LossOfPasses]) -> float:
     """How near, relative, a number before a loss is to one that is read there: learned weights are near 1 at first."""
     dtypes = {event.dtype if event is not None else "bfloat16" for loss in losses for _, event in loss.values()}
     return min(max([EXACT, *(4 * EPSILON.get(dtype, SAME) for dtype in dtypes)]), SAME)
+
+
+def _is_of_counts(number: float, contributions: Contributions) -> bool:
+    """Whether a number next to 1 is the tokens of the step over another whole number: a count that is off by a few."""
+    tokens = contributions.num_tokens or 0
+    counted = tokens / number
+    return 0 < tokens < MOST_TOLD and abs(counted - round(counted)) <= COUNTED * tokens
 
 
 def _is_uneven_mean(numbers: Sequence[float]) -> bool:
