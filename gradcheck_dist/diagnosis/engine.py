@@ -19,6 +19,7 @@ from gradcheck_dist.diagnosis.steps.alternatives import (
     skipped_apart,
     training_apart,
     until_apart,
+    with_one_batch,
     without_warm_up,
 )
 from gradcheck_dist.diagnosis.steps.changed_in import NO_COMBINATION
@@ -108,7 +109,7 @@ def conclude(
         cut = [verdict.context.step for verdict in verdicts if verdict not in whole]
         problems.append(f"{numbered('step', cut)} did not reach the optimizer on every rank: left out")
         verdicts = whole
-    verdicts, behind = until_apart(without_keepers(verdicts))
+    verdicts, behind = until_apart(without_keepers(with_one_batch(verdicts)))
     leave_shares_open(verdicts)
     verdicts, more = without_warm_up(settle(training_apart(run, verdicts)))
     verdicts = leave_thrown_away_open(verdicts)

@@ -36,6 +36,7 @@ def slim(verdict: StepVerdict) -> StepVerdict:
         context=replace(verdict.context, contributions=contributions, models=()),
         held=[_slim_held(held) for held in verdict.held],
         without_lost=slim(verdict.without_lost) if verdict.without_lost is not None else None,
+        one_batch=slim(verdict.one_batch) if verdict.one_batch is not None else None,
         alone=slim(verdict.alone) if verdict.alone is not None else None,
     )
 

@@ -27,6 +27,7 @@ from gradcheck_dist.diagnosis.causes.experiments import between_rivals
 from gradcheck_dist.diagnosis.finding import Finding
 from gradcheck_dist.diagnosis.losses import samples
 from gradcheck_dist.diagnosis.losses.aim import Aim
+from gradcheck_dist.diagnosis.losses.one_batch import may_be_one_batch
 from gradcheck_dist.diagnosis.losses.repeated import weighing_or_gone
 from gradcheck_dist.diagnosis.losses.returned import perhaps_gone
 from gradcheck_dist.diagnosis.losses.tasks import without_combined
@@ -130,6 +131,8 @@ def judge_step(run: Run, step: int, objective: str, objective_from: str) -> Step
             verdict = judge.assuming(Assumed())
     if verdict.counted and not verdict.findings:
         verdict.uncounted = uncounted(judge.assuming(Assumed(aside=verdict.counted)))
+    if verdict.findings and may_be_one_batch(verdict.data, verdict.contributions):
+        verdict.one_batch = judge.assuming(Assumed(one_batch=True))
     verdict.references = read.params
     verdict.remarks += read.remarks
     return verdict

@@ -78,12 +78,14 @@ class Assumed:
     """What a step is taken for. `drop_lost`: passes whose gradients were thrown away are meant so. `alone`: ranks that
     reduce no gradients between them train models of their own. `given`: weights at losses are those that these losses'
     own backwards gave, and not those that arrived there. `aside`: by rank, passes whose losses are none of the step's.
+    `one_batch`: passes of the same labels evaluate one batch.
     """
 
     drop_lost: bool = False
     alone: bool = False
     given: bool = False
     aside: frozenset[tuple[int, Slot]] = frozenset()
+    one_batch: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +116,7 @@ class Records(NamedTuple):
 
 def _alike(assumed: Assumed, how: Reading) -> tuple[Assumed, Reading]:
     """What decides how records are read and measured: on the rest depends only how weights are judged."""
-    return replace(assumed, drop_lost=False), replace(how, written=None)
+    return replace(assumed, drop_lost=False, one_batch=False), replace(how, written=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +266,7 @@ def weigh(
     if aimed_at.of_samples and not declared:
         context.objective, context.objective_from = samples.OBJECTIVE, samples.INFERRED
     told = (aimed_at, context.objective, data, measured)
-    means = task_by_task(*told) or kind_by_kind(*told) or loss_by_loss(*told)
+    means = task_by_task(*told) or kind_by_kind(*told) or loss_by_loss(*told, one_batch=assumed.one_batch)
     target = means.aim
     context.judged_on(target.contributions)
     context.models = independent(data, target.contributions)

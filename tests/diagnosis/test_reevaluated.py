@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 from simulator import Trainer, World
 
 from gradcheck_dist.diagnosis.engine import diagnose
@@ -37,12 +38,7 @@ def test_evaluations_that_are_added_up_are_stale_gradients() -> None:
     assert "evaluated its closure 3 times" in finding.explanation
 
 
-def test_passes_of_other_batches_are_an_accumulation_whose_loss_is_not_divided() -> None:
-    (finding,) = judged("LBFGS", one_batch=False).findings
+@pytest.mark.parametrize(("optimizer", "one_batch"), [("AdamW", True), ("LBFGS", False)])
+def test_other_passes_are_an_accumulation_whose_loss_is_not_divided(optimizer: str, one_batch: bool) -> None:
+    (finding,) = judged(optimizer, one_batch=one_batch).findings
     assert (finding.code, finding.factor.expression) == ("GS303", "accumulation_steps")
-
-
-def test_passes_of_one_batch_may_add_up_by_design_below_other_optimizers() -> None:
-    report = judged("AdamW")
-    assert (report.verdict, report.findings) == ("undetermined", [])
-    assert "in passes on one batch" in report.reasons[0]

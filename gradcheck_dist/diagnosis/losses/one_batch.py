@@ -1,8 +1,9 @@
 """Passes of a loop that all evaluate one batch: parts of a network (once-for-all), an adversary's steps, views.
 
 Their losses add up by design, or lack a division by their number: both leave the same weights. Microbatches of an
-accumulation have labels of their own, so labels tell passes of one batch apart from these. A batch that a short test
-repeats in all passes gives one value and one gradient there as well, and is accumulated.
+accumulation have labels of their own, so labels tell passes of one batch apart from these, where other steps have other
+ones: a sampler may draw the same classes in every batch (diagnosis/steps/alternatives.py looks). A batch that a short
+test repeats in all passes gives one value and one gradient there as well, and is accumulated.
 """
 
 from __future__ import annotations
@@ -13,6 +14,12 @@ from gradcheck_dist.diagnosis.losses.parts import have_one_value, have_other_gra
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
 from gradcheck_dist.ledger.discarded import tell_batches
 from gradcheck_dist.ledger.tracks import Slot, StepData
+
+
+def may_be_one_batch(data: StepData, contributions: Contributions) -> bool:
+    """Whether all passes of a step that count tokens have the same labels, so far as this step tells."""
+    counted = [key for key, one in contributions.by_key.items() if one.num_tokens]
+    return bool(passes_of_one_batch(data, contributions, counted))
 
 
 def passes_of_one_batch(

@@ -58,8 +58,11 @@ class OwnMeans:
     reasons: list[str] = field(default_factory=list)
 
 
-def loss_by_loss(target: Aim, objective: str, data: StepData, measured: list[Held]) -> OwnMeans:
-    """The same aim where one mean over all tokens fits or one loss was seen; else a mean for each loss."""
+def loss_by_loss(
+    target: Aim, objective: str, data: StepData, measured: list[Held], *, one_batch: bool = False
+) -> OwnMeans:
+    """The same aim where one mean over all tokens fits or one loss was seen; else a mean for each loss. `one_batch`:
+    passes of the same labels evaluate one batch."""
     counted = {key: c for key, c in target.contributions.by_key.items() if target.tokens.get(key)}
     losses = _by_place(counted)
     if target.relative or fits(measured, target.contributions, target.expected):
@@ -71,7 +74,7 @@ def loss_by_loss(target: Aim, objective: str, data: StepData, measured: list[Hel
     if in_a_loop:
         mixture = _mixture(target, objective, measured)
         losses = _by_parameters(counted, passes)
-        if len(losses) < 2 and mixture is None:
+        if one_batch and len(losses) < 2 and mixture is None:
             same = passes_of_one_batch(data, target.contributions, list(counted))
             of_one_batch, losses = bool(same), {("", str(index)): keys for index, keys in enumerate(same)}
         if mixture is not None or len(losses) < 2:

@@ -95,6 +95,14 @@ def _were_counted(verdicts: list[StepVerdict], without_first: list[StepVerdict])
     return alone and any(finding.code not in later for finding in without_first[0].findings)
 
 
+def with_one_batch(verdicts: list[StepVerdict]) -> list[StepVerdict]:
+    """The steps as they are where the passes of each evaluate one batch, if no two steps have the same labels."""
+    labels = [frozenset(one.label_hash for one in verdict.contributions.by_key.values()) for verdict in verdicts]
+    if len(verdicts) < 2 or len(set(labels)) < len(labels):
+        return verdicts
+    return [verdict if verdict.one_batch is None else verdict.one_batch for verdict in verdicts]
+
+
 def trained_apart(run: Run, verdicts: Sequence[StepVerdict]) -> Averaged | None:
     """What tells that ranks train apart, so that their steps are judged by `alone`; None where they do not."""
     if all(verdict.alone is None for verdict in verdicts) or any(verdict.shares_updates for verdict in verdicts):
