@@ -35,6 +35,7 @@ from gradcheck_dist.model_events import StageGradient as StageGradient
 from gradcheck_dist.model_events import Tokens as Tokens
 from gradcheck_dist.records import Count, Index, Rank
 from gradcheck_dist.records import Header as Header
+from gradcheck_dist.records import LossNumber as LossNumber
 from gradcheck_dist.records import NamedGroup as NamedGroup
 from gradcheck_dist.records import Norms as Norms
 from gradcheck_dist.records import Param as Param

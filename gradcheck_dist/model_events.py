@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from gradcheck_dist.records import Count, Index, Rank, Record, Site, Step
+from gradcheck_dist.records import Count, Index, LossNumber, Rank, Record, Site, Step
 
 
 class Event(Record, kw_only=True):
@@ -101,7 +101,8 @@ class LossGradient(ReducedGradient, tag="loss_gradient"):
     with labels of its own. `class_scale`: of a loss that is known by the gradient of its logits z, the mean of the
     logarithm of what exp(z) is multiplied by there, which is one number on all ranks that hold a part of the classes;
     where its own part does not tell the weight (no label lies there), the loss is of reduction "unknown". `num_picked`:
-    the largest losses are taken (topk, sort), so many of them, whether they have a label or not.
+    the largest losses are taken (topk, sort), so many of them, whether they have a label or not. `numbers` are those
+    that multiply all that the pass begins at, the outermost first, as far as the source of a line tells what they are.
     """
 
     loss_id: int
@@ -131,6 +132,7 @@ class LossGradient(ReducedGradient, tag="loss_gradient"):
     class_scale: float | None = None
     logits: Index | None = None
     num_picked: Count | None = None
+    numbers: list[LossNumber] | None = None
 
 
 class LossTerm(ReducedGradient, tag="loss_term"):

@@ -36,6 +36,19 @@ class Site(msgspec.Struct, array_like=True, frozen=True):
         return f"{self.file.rpartition('/')[2]}:{self.line}"
 
 
+class LossNumber(msgspec.Struct, array_like=True, frozen=True):
+    """A number that a line of the program multiplies a loss by, and how: "/ world_size" is written there.
+
+    `assigned` is what the one assignment to that name in the file gives it, "" where it is no name, or there is none or
+    several.
+    """
+
+    factor: float
+    written: str
+    assigned: str
+    site: Site
+
+
 class Record(msgspec.Struct, tag_field="kind", omit_defaults=True, kw_only=True):
     """Base of all records. Records that are no events (tables, samples) have no place in time."""
 

@@ -23,6 +23,7 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "by hand": lambda output, target: (output - target).square().mean(),
     "the reverse": lambda output, target: (target - output).pow(2).mean(),
     "bce": lambda output, target: F.binary_cross_entropy_with_logits(output, target.sigmoid()),
+    "distance": nn.L1Loss(),
     "huber": lambda output, target: F.huber_loss(output, target, reduction="none").mean(),
 }
 

@@ -28,11 +28,11 @@ def test_a_librarys_line_is_named_with_the_users_line_that_led_there(
 ) -> None:
     packages = tmp_path / "site-packages"
     monkeypatch.setattr(sites, "_INSTALLED_DIRS", (f"{packages}/",))
-    sites._is_installed.cache_clear()
+    sites.is_installed.cache_clear()
     library = load(packages / "library.py", "def backward(site):\n    return site()\n")
     user = load(tmp_path / "train.py", "def step(backward, site):\n\n    return backward(site)\n")
     site = user.step(library.backward, sites.caller_site)
-    sites._is_installed.cache_clear()
+    sites.is_installed.cache_clear()
     assert (site.file, site.line) == (str(packages / "library.py"), 2)
     assert site.called_from == f"{tmp_path / 'train.py'}:3"
 

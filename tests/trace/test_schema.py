@@ -19,7 +19,8 @@ FROZEN = {
     "loss_gradient": (
         "loss_id accumulation_step microbatch weight weight_min weight_max num_tokens stage other_losses computed "
         "label_share multipliers divisors sum_before num_samples sample_weight sample_spread shortest_sample "
-        f"longest_sample beside_weights num_kept batch_of_one of_means part_of class_scale logits num_picked {REDUCED}"
+        f"longest_sample beside_weights num_kept batch_of_one of_means part_of class_scale logits num_picked numbers "
+        f"{REDUCED}"
     ),
     "backward": (
         "accumulation_step microbatch stage sync params duration_ns returned first_of_forward onto_itself seq t_ns "

@@ -12,12 +12,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from gradcheck_dist.probes.losses.loss_graph import MAX_FACTORS, MODEL, edges_of, name_of
 from gradcheck_dist.probes.parameters.stand_ins import is_host, is_plain
 from gradcheck_dist.probes.recording.marks import from_one_number, mark_from_one_number, mark_subtracted
 from gradcheck_dist.probes.recording.patching import Patches
 from gradcheck_dist.probes.recording.recorder import Recorder, guarded
+
+_OF_DISTANCES = {"MeanBackward", "SumBackward", "AbsBackward"}
 
 
 def install(recorder: Recorder, patches: Patches) -> None:
@@ -27,12 +30,31 @@ def install(recorder: Recorder, patches: Patches) -> None:
             made = original(self, other)
             watched = recorder.records_upcoming and not torch.compiler.is_compiling()
             if watched and type(made) is Tensor and made.requires_grad and not _computed_both(self, other):
-                note(recorder, made, self, other)
+                note(recorder, made.grad_fn, made.numel(), self, other)
             return made
 
         return subtract
 
+    def watch_distance(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def l1_loss(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Any:
+            made = original(input, target, *args, **kwargs)
+            watched = recorder.records_upcoming and not torch.compiler.is_compiling()
+            if watched and type(made) is Tensor and made.requires_grad and not _computed_both(input, target):
+                note(recorder, _difference(made.grad_fn), max(input.numel(), target.numel()), input, target)
+            return made
+
+        return l1_loss
+
     patches.replace(Tensor, "__sub__", watch)
+    patches.replace(functional, "l1_loss", watch_distance)
+
+
+def _difference(node: Any) -> Any:
+    """The node that subtracts, behind what torch makes of a difference inside of its own loss; None for none."""
+    while node is not None and name_of(node) != "SubBackward":
+        node = node.next_functions[0][0] if name_of(node) in _OF_DISTANCES else None
+    return node
 
 
 def _computed_both(minuend: Tensor, subtrahend: Any) -> bool:
@@ -40,18 +62,19 @@ def _computed_both(minuend: Tensor, subtrahend: Any) -> bool:
 
 
 @guarded("differences")
-def note(recorder: Recorder, made: Tensor, minuend: Tensor, subtrahend: Any) -> None:
-    """Mark a difference of many elements from one number. One element may be a sample with its target."""
-    if recorder.suspended or made.numel() < 2 or made.grad_fn is None:
+def note(recorder: Recorder, node: Any, num: int, minuend: Tensor, subtrahend: Any) -> None:
+    """Mark a difference of `num` elements from one number, by the node that made it. One element may be a sample with
+    its target."""
+    if recorder.suspended or num < 2 or node is None:
         return
     if not isinstance(subtrahend, Tensor):
-        mark_from_one_number(made, True)
+        mark_from_one_number(node, True)
         return
     known = subtrahend if minuend.requires_grad else minuend
     if is_plain(known):
-        mark_from_one_number(made, _is_one_number(known))
+        mark_from_one_number(node, _is_one_number(known))
         if recorder.samples_upcoming and is_host(known):
-            mark_subtracted(made, known)
+            mark_subtracted(node, known)
 
 
 def _is_one_number(known: Tensor) -> bool | Tensor:

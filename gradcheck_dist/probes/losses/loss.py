@@ -295,6 +295,8 @@ def tell_loss(
 
 def tell_whole(recorder: Recorder, current: BackwardPass, loss_id: int, **fields: Any) -> None:
     """Record the gradient of a loss of which the tokens are not known: it weighs 1 as a whole."""
+    if current.numbers:
+        fields["numbers"] = current.numbers
     recorder.emit(
         LossGradient,
         site=current.site,

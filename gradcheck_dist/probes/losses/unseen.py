@@ -19,7 +19,7 @@ from torch import Tensor
 from gradcheck_dist.events import FUNCTION, RootValue
 from gradcheck_dist.probes.backward import autograd
 from gradcheck_dist.probes.backward.roots import Root
-from gradcheck_dist.probes.losses import batches, by_gradient, heads, label_smoothing, log_probs, means
+from gradcheck_dist.probes.losses import batches, by_gradient, heads, label_smoothing, log_probs, means, numbers
 from gradcheck_dist.probes.losses.label_functions import Labelled
 from gradcheck_dist.probes.losses.loss import gradient_arrived, is_inside_of_a_loss, tell_loss, tell_whole
 from gradcheck_dist.probes.losses.loss_graph import (
@@ -47,6 +47,7 @@ _REDUCTIONS = ("none", "mean", "sum")  # torch.nn._reduction.get_enum
 
 def install(recorder: Recorder, patches: Patches) -> None:
     batches.install(recorder, patches)  # is told of a pass before its losses are looked for
+    numbers.install(recorder, patches)
     passes = means.Passes()
 
     def begin(recorder: Recorder, current: BackwardPass, roots: Sequence[Root], has_gradients: bool) -> None:
@@ -69,6 +70,8 @@ def look(
     """Watch for the losses behind the roots of a backward pass that no wrapper has seen."""
     if is_inside_of_a_loss(recorder):
         return
+    if recorder.sampling and len(roots) == 1:
+        current.numbers = numbers.numbers_before(roots[0])
     found = search(roots)
     ids = {node: node.metadata[RECORDED] for node in found.known}
     ids |= {node: _watch_cross_entropy(recorder, node) for node in found.cross_entropies}

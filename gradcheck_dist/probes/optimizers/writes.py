@@ -14,6 +14,7 @@ not ours (torch.overrides.handle_torch_function).
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import sys
 import time
@@ -54,12 +55,14 @@ def install(recorder: Recorder, patches: Patches) -> None:
 
 
 def _watch(recorder: Recorder, writes: Writes, op: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    of_torch = inspect.unwrap(original)
+
     @functools.wraps(original)
     def change(self: Tensor, *args: Any, **kwargs: Any) -> Any:
         if recorder.between_passes and not torch.compiler.is_compiling():
             seen(recorder, writes, op, [self], args[0] if args else kwargs.get("other"))
         if has_torch_function_unary(self):
-            return handle_torch_function(original, (self,), self, *args, **kwargs)
+            return handle_torch_function(of_torch, (self,), self, *args, **kwargs)
         return original(self, *args, **kwargs)
 
     return change

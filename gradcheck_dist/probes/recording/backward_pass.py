@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gradcheck_dist.events import Site
+from gradcheck_dist.events import LossNumber, Site
 from gradcheck_dist.probes.parameters.regions import main_grad_of
 from gradcheck_dist.probes.parameters.registry import LocalPlan, ParamInfo, originals
 from gradcheck_dist.probes.recording.deferred import made_of, number
@@ -125,6 +125,7 @@ class BackwardPass:
         "microbatch",
         "num_attached",
         "num_embedded",
+        "numbers",
         "on_its_way",
         "onto_itself",
         "other_losses",
@@ -204,6 +205,7 @@ class BackwardPass:
         self.reduced: list[ReducedTerm] = []  # the means and sums over elements that the root adds up
         self.whole: Tensor | None = None  # what arrived at the sum of several
         self.before: list[tuple[int | None, NumbersBefore]] = []  # by loss; None for what counts no tokens
+        self.numbers: list[LossNumber] = []  # which multiply all that the pass begins at
         self.root_loss: str | None = None  # what a scalar root is made of, when it is no recorded loss
         self.root_edge: tuple[Any, int] = (None, 0)  # the node of the autograd graph that made that root, its output
 
@@ -221,10 +223,11 @@ class BackwardPass:
 
     def told_of_sum(self, loss_id: int) -> dict[str, Any]:
         """Fields of a LossGradient: what stands before a loss in a sum of several, and before all of these together,
-        what it is a part of and what it shares with others."""
+        what it is a part of and what it shares with others, and what multiplies all of the pass."""
         numbered: dict[str, dict[int, Any]]
         numbered = {"part_of": self.part_of, "logits": self.logits, "num_picked": self.picked}
         part = {name: of_losses[loss_id] for name, of_losses in numbered.items() if loss_id in of_losses}
+        part |= {"numbers": self.numbers} if self.numbers else {}
         own = [one for known, one in self.before if known == loss_id]
         if len(own) != 1:
             return part  # in no sum, or several times in one

@@ -39,6 +39,9 @@ SUBTRACTED = "gradcheck_subtracted"
 MAX_SUBTRACTED = 4096
 """So many at most."""
 
+MULTIPLIED = "gradcheck_multiplied"
+"""The node multiplies one number by another: by which instruction of the program, and whether that is reflected."""
+
 
 def mark_recorded(tensor: Tensor, loss_id: int, output: int | None = None) -> None:
     node: Any = tensor.grad_fn
@@ -92,8 +95,7 @@ def hands_on(node: Any) -> bool | Tensor | None:
     return found
 
 
-def mark_from_one_number(made: Tensor, same: bool | Tensor) -> None:
-    node: Any = made.grad_fn
+def mark_from_one_number(node: Any, same: bool | Tensor) -> None:
     node.metadata[FROM_ONE_NUMBER] = same
 
 
@@ -102,13 +104,23 @@ def from_one_number(node: Any) -> bool | Tensor:
     return found
 
 
-def mark_subtracted(made: Tensor, known: Tensor) -> None:
+def mark_subtracted(node: Any, known: Tensor) -> None:
     if known.is_contiguous() or known.numel() <= MAX_SUBTRACTED:
-        node: Any = made.grad_fn
         node.metadata[SUBTRACTED] = known.detach().reshape(-1)[:: max(-(-known.numel() // MAX_SUBTRACTED), 1)].clone()
 
 
 def subtracted(node: Any) -> Tensor | None:
     """None where nothing is."""
     found: Tensor | None = node.metadata.get(SUBTRACTED)
+    return found
+
+
+def mark_multiplied(made: Tensor, at: tuple[Any, bool]) -> None:
+    node: Any = made.grad_fn
+    node.metadata[MULTIPLIED] = at
+
+
+def multiplied(node: Any) -> tuple[Any, bool] | None:
+    """None where nobody noted it."""
+    found: tuple[Any, bool] | None = node.metadata.get(MULTIPLIED)
     return found

@@ -12,7 +12,7 @@ from gradcheck_dist.events import FUNCTION, Loss, LossGradient
 _OF_LABELS = {"reduction": "unknown", "num_tokens": None, "num_labels": None, "label_hash": None}
 _OF_PASS = {
     *("seq", "step", "t_ns", "site", "loss_id", "accumulation_step", "microbatch", "stage"),
-    *("hooks_factor", "hooks_site"),
+    *("hooks_factor", "hooks_site", "numbers"),
 }
 
 

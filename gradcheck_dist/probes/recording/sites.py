@@ -21,10 +21,8 @@ import typing_extensions
 
 from gradcheck_dist.events import Site
 
-_SKIP_DIRS = tuple(
-    str(folder) + os.sep
-    for folder in (Path(torch.__file__).parent, Path(__file__).parents[1], Path(__file__).parents[2] / "verify")
-)
+_OWN_DIRS = tuple(str(folder) + os.sep for folder in (Path(__file__).parents[1], Path(__file__).parents[2] / "verify"))
+_SKIP_DIRS = (str(Path(torch.__file__).parent) + os.sep, *_OWN_DIRS)
 _INSTALLED_DIRS = tuple(
     path + os.sep for name in ("purelib", "platlib", "stdlib", "platstdlib") if (path := sysconfig.get_path(name))
 )
@@ -47,7 +45,7 @@ def _is_foreign(filename: str) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _is_installed(filename: str) -> bool:
+def is_installed(filename: str) -> bool:
     return filename.startswith(_INSTALLED_DIRS) or not _PACKAGES.isdisjoint(Path(filename).parts)
 
 
@@ -59,12 +57,24 @@ def caller_site() -> Site | None:
     if frame is None:
         return None
     code = frame.f_code
-    called_from = _users_line(frame) if _is_installed(code.co_filename) else None
+    called_from = _users_line(frame) if is_installed(code.co_filename) else None
     return Site(code.co_filename, frame.f_lineno, code.co_qualname, called_from)
 
 
+def caller_instruction() -> tuple[Site, CodeType, int] | None:
+    """What called a replaced method, as its site and the byte of the instruction in its function's code; None where
+    that is torch itself."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_OWN_DIRS):
+        frame = frame.f_back
+    if frame is None or _is_foreign(frame.f_code.co_filename):
+        return None
+    site = caller_site()
+    return None if site is None else (site, frame.f_code, frame.f_lasti)
+
+
 @functools.lru_cache(maxsize=4096)
-def _place(code: CodeType, offset: int) -> tuple[int | None, ...]:
+def place_of(code: CodeType, offset: int) -> tuple[int | None, ...]:
     """(line, last line, column, last column) of the instruction at a byte of a function's code (PEP 657)."""
     return next(itertools.islice(code.co_positions(), max(offset, 0) // 2, None), ())
 
@@ -76,7 +86,7 @@ def calls() -> int:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if not _is_foreign(frame.f_code.co_filename):
-            found.append((frame.f_code, _place(frame.f_code, frame.f_lasti)))
+            found.append((frame.f_code, place_of(frame.f_code, frame.f_lasti)))
         frame = frame.f_back
     return hash(tuple(found))
 
@@ -87,9 +97,9 @@ def site_in(stack_trace: str) -> Site | None:
     if not frames:
         return caller_site()
     file, line, name = frames[-1]
-    if not _is_installed(file):
+    if not is_installed(file):
         return Site(file, line, name)
-    users = [f"{other}:{number}" for other, number, _ in frames if not _is_installed(other)]
+    users = [f"{other}:{number}" for other, number, _ in frames if not is_installed(other)]
     return Site(file, line, name, users[-1] if users else _users_line(sys._getframe(1)))
 
 
@@ -108,7 +118,7 @@ def _users_line(frame: FrameType | None) -> str | None:
     """ "file:line" of the innermost frame at or above `frame` that belongs to no installed package."""
     while frame is not None:
         name = frame.f_code.co_filename
-        if not _is_foreign(name) and not _is_installed(name):
+        if not _is_foreign(name) and not is_installed(name):
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back
     return None
