@@ -44,6 +44,9 @@ class Factor(msgspec.Struct, kw_only=True):
 class FirstEvent(msgspec.Struct, kw_only=True):
     """The culprit: the first event after which the weights could no longer come right.
 
+    A loss that a line of the program multiplies by the number that is wrong is named by that line: `written` is what
+    stands there ("/ world_size"), and `evaluated_at` ("file:line") where the loss was computed.
+
     When something that was not recorded did it, `unrecorded` is true, the event named here is the last good one and
     `before` the one that already found the change.
     """
@@ -65,6 +68,13 @@ class FirstEvent(msgspec.Struct, kw_only=True):
     called_from: str | None = None
     unrecorded: bool = False
     before: dict[str, Any] | None = None
+    written: str | None = None
+    evaluated_at: str | None = None
+
+    @property
+    def place(self) -> str:
+        """ "file:line" of the event itself: a loss may be multiplied by several numbers, each on a line of its own."""
+        return self.evaluated_at or f"{self.file}:{self.line}"
 
 
 class Finding(msgspec.Struct, kw_only=True):

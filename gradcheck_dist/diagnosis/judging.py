@@ -24,6 +24,7 @@ from gradcheck_dist.diagnosis.audits.whole_gradients import leave_whole_open, wh
 from gradcheck_dist.diagnosis.audits.whole_losses import part_of_one_loss, share_is_made_up_for, shares_of_one_loss
 from gradcheck_dist.diagnosis.causes.case import Case, factor_of, first_event
 from gradcheck_dist.diagnosis.causes.experiments import between_rivals
+from gradcheck_dist.diagnosis.causes.loss_lines import in_words, loss_lines, mended
 from gradcheck_dist.diagnosis.finding import Finding
 from gradcheck_dist.diagnosis.losses import samples
 from gradcheck_dist.diagnosis.losses.aim import Aim
@@ -459,6 +460,7 @@ def _finding(case: Case, verdict: StepVerdict) -> Finding:
         if answer.culprit is not None:
             case.culprit = answer.culprit
             case.configured_at = configured_at(verdict.data, case.culprit)
+        lines = loss_lines(case)
         return Finding(
             code=rule.CODE,
             name=rule.NAME,
@@ -469,10 +471,10 @@ def _finding(case: Case, verdict: StepVerdict) -> Finding:
             units=sorted({verdict.units[held.param] for held in case.held}),
             num_parameters=len({held.param for held in case.held}),
             ranks=case.ranks,
-            first_event=first_event(case),
-            explanation=answer.explanation,
-            fix=answer.fix,
-            suggested_experiment=between_rivals(case) or answer.suggested_experiment,
+            first_event=first_event(case, lines),
+            explanation=answer.explanation + in_words(lines),
+            fix=mended(case, lines, answer.fix if rule.CODE != UNEXPLAINED or not lines else ""),
+            suggested_experiment=None if lines else between_rivals(case) or answer.suggested_experiment,
             steps=[case.context.step],
         )
     raise AssertionError("GS000 answers every case")

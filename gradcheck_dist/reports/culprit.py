@@ -62,7 +62,11 @@ def culprit(event: FirstEvent) -> Culprit:
     told = [f"{number(factor)} as {how}" for how, factor in factors.items() if factor is not None]
     if told:
         facts.append(f"multiplies by {', '.join(told)}")
-    for how, site in (("called from", event.called_from), ("configured at", event.configured_at)):
+    for how, site in (
+        ("called from", event.called_from),
+        ("configured at", event.configured_at),
+        ("evaluated at", event.evaluated_at),
+    ):
         if site:
             facts.append(f"{how} {_site(site)}")
     if event.unrecorded:
@@ -89,7 +93,8 @@ def _site(site: str) -> str:
 
 def _operation(event: FirstEvent) -> str:
     group = f" over group [{spans(event.group)}]" if event.group else ""
-    operation = f" {printable(event.op)}" if event.op else ""
+    does = event.written or event.op
+    operation = f" {printable(does)}" if does else ""
     return f"{printable(event.kind)}{operation}{group}"
 
 

@@ -13,6 +13,7 @@ from .clients import EXAMPLES, Client, Trained, source_line, train, train_forked
 LOSS = "loss = cross_entropy("
 DIVIDED_TWICE = ("double-division", "GS303", "1/accumulation_steps")
 DIVIDED_NEVER = ("no-division", "GS303", "accumulation_steps")
+AGAIN = "loss = loss / ACCUMULATION"
 PER_BATCH = ("per-batch-mean", "GS301", None, "loss = F.cross_entropy(")
 
 PLAIN = [
@@ -36,17 +37,17 @@ PLAIN = [
 
 TRAINER = Client("transformers_trainer.py", *PER_BATCH, needs="transformers")
 SFT = Client("trl_sft.py", *PER_BATCH, needs="trl")
-ACCELERATE = Client("accelerate_loop.py", *DIVIDED_TWICE, "loss = ", needs="accelerate")
+ACCELERATE = Client("accelerate_loop.py", *DIVIDED_TWICE, AGAIN, needs="accelerate")
 SENTENCES = Client(
     "sentence_transformers_trainer.py",
     *DIVIDED_TWICE,
     "loss.backward(",
     needs="sentence_transformers",
 )
-IGNITE = Client("ignite_trainer.py", *DIVIDED_TWICE, LOSS, needs="ignite")
+IGNITE = Client("ignite_trainer.py", *DIVIDED_TWICE, "return loss / ACCUMULATION", needs="ignite")
 FABRIC = Client("lightning_fabric.py", *DIVIDED_NEVER, LOSS, needs="lightning")
-LIGHTNING = Client("lightning_trainer.py", *DIVIDED_TWICE, LOSS, needs="lightning")
-DEEPSPEED = Client("deepspeed_zero.py", *DIVIDED_TWICE, "loss = cross_entropy(", nproc=2, needs="deepspeed")
+LIGHTNING = Client("lightning_trainer.py", *DIVIDED_TWICE, AGAIN, needs="lightning")
+DEEPSPEED = Client("deepspeed_zero.py", *DIVIDED_TWICE, AGAIN, nproc=2, needs="deepspeed")
 
 DEEPSPEED_AVERAGED = replace(
     DEEPSPEED, fault="double-averaging", code="GS101", expression="1/world_size", line="tensor.div_("
@@ -85,7 +86,7 @@ MEGATRON = Client(
 INSTALLED = [
     ACCELERATE,
     replace(ACCELERATE, nproc=2),
-    Client("accelerate_fsdp2.py", *DIVIDED_TWICE, "loss = nn.functional", nproc=2, needs="accelerate"),
+    Client("accelerate_fsdp2.py", *DIVIDED_TWICE, AGAIN, nproc=2, needs="accelerate"),
     TRAINER,
     replace(TRAINER, nproc=2),
     SENTENCES,
@@ -95,7 +96,7 @@ INSTALLED = [
     FABRIC,
     replace(FABRIC, env={"DEVICES": "2"}),
     LIGHTNING,
-    replace(LIGHTNING, fault="no-division", expression="accumulation_steps", env={"MANUAL": "1"}),
+    replace(LIGHTNING, fault="no-division", expression="accumulation_steps", line=LOSS, env={"MANUAL": "1"}),
     replace(LIGHTNING, env={"DEVICES": "2"}),
     SFT,
     replace(SFT, nproc=2),

@@ -133,7 +133,7 @@ def test_compiled_modules_warn_of_nothing_that_the_probes_do(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("loss_of", [shifted, masked])
-def test_a_factor_behind_it_is_found_at_the_losss_line(tmp_path: Path, loss_of: Callable[..., Any]) -> None:
+def test_a_factor_behind_it_is_found_at_its_line(tmp_path: Path, loss_of: Callable[..., Any]) -> None:
     report, _ = train(tmp_path, loss_of, factor=float(ACCUMULATION))
     assert report is not None
     (finding,) = report.findings
@@ -141,7 +141,9 @@ def test_a_factor_behind_it_is_found_at_the_losss_line(tmp_path: Path, loss_of: 
     event = finding.first_event
     assert event is not None and Path(event.file or "").name == Path(__file__).name
     source = Path(__file__).read_text(encoding="utf-8").splitlines()[(event.line or 1) - 1]
-    assert "F.cross_entropy(" in source
+    assert "* factor).backward()" in source and event.written == "* factor"
+    evaluated = int((event.evaluated_at or "").rpartition(":")[2])
+    assert "F.cross_entropy(" in Path(__file__).read_text(encoding="utf-8").splitlines()[evaluated - 1]
 
 
 def test_a_backend_that_only_runs_the_graph_counts_nothing_twice(tmp_path: Path) -> None:

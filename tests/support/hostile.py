@@ -38,6 +38,8 @@ def hostile_report(text: str = ATTACK, path: str | None = None) -> Report:
         called_from=f"{text}:4",
         unrecorded=True,
         before={"kind": text},
+        written=text,
+        evaluated_at=f"{text}:5",
     )
     factor = Factor(observed=0.5, expression=text, exact=text)
     factor.candidates = [Candidate(expression=text + "!", value=2.0, evidence=text)]

@@ -16,7 +16,7 @@ from gradcheck_dist.diagnosis.weights.context import RANKS_PER_BATCH, StepContex
 from gradcheck_dist.diagnosis.weights.factors import Name, exact_fraction, name_number
 from gradcheck_dist.diagnosis.weights.patterns import Pattern
 from gradcheck_dist.diagnosis.weights.written import is_exactly_written
-from gradcheck_dist.events import AmpUnscale, Clip, Event, GradWrite, Loss, OptimizerStep, Reduce, ScaleGrads
+from gradcheck_dist.events import AmpUnscale, Clip, Event, GradWrite, Loss, OptimizerStep, Reduce, ScaleGrads, Site
 from gradcheck_dist.ledger.tracks import ParamKey
 
 if TYPE_CHECKING:
@@ -272,15 +272,19 @@ def _pass_of(case: Case, step: int | None) -> int | None:
     return step if step is None or step < case.context.num_accumulation else None
 
 
-def first_event(case: Case) -> FirstEvent | None:
-    """The culprit as the report shows it."""
+def first_event(case: Case, lines: Sequence[tuple[Site, str]] = ()) -> FirstEvent | None:
+    """The culprit as the report shows it. `lines`: where losses are multiplied by the factor, and how that is written:
+    a loss that is wrong is so there, and not where it was evaluated."""
     culprit, event = case.culprit, case.culprit.event
     if event is None:
         return None
     before = culprit.before
     if culprit.write is not None:
         event, before = culprit.write, None
-    site = event.site
+    site, written, evaluated_at = event.site, None, None
+    if lines and culprit.kind == "loss" and not culprit.unrecorded:
+        evaluated_at = f"{site.file}:{site.line}" if site is not None else None
+        site, written = lines[0]
     return FirstEvent(
         rank=culprit.rank,
         seq=event.seq,
@@ -306,6 +310,8 @@ def first_event(case: Case) -> FirstEvent | None:
             "file": before.site.file if before.site else None,
             "line": before.site.line if before.site else None,
         },
+        written=written,
+        evaluated_at=evaluated_at,
     )
 
 

@@ -106,7 +106,7 @@ def leave_statistics_open(verdicts: Sequence[StepVerdict]) -> None:
     accused = [one.first_event for here in found for one in here if one.first_event is not None]
     if len(divided) < len(judged) or sum(map(bool, found)) < max(LEAST_STEPS, len(judged) - 1):
         return
-    if len({(event.file, event.line) for event in accused}) != 1 or not _change([numbers for _, numbers in divided]):
+    if len({event.place for event in accused}) != 1 or not _change([numbers for _, numbers in divided]):
         return
     named = [any(has_name(one.factor.expression) for one in here) for here in found]
     known = _explained(divided, named)

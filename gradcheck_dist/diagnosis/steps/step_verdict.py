@@ -51,7 +51,7 @@ def cause(finding: Finding) -> Cause:
     if finding.pattern.startswith(BY_HAND):
         return (finding.code, BY_HAND)
     verified = finding.pattern if event is not None and event.kind == "gradient_check" else ""
-    return (finding.code, event and (event.kind, event.op, event.file, event.line, event.unrecorded), verified)
+    return (finding.code, event and (event.kind, event.op, event.place, event.unrecorded), verified)
 
 
 @dataclass(frozen=True)

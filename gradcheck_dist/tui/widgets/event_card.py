@@ -71,7 +71,10 @@ class EventCard(Static):
             words = between if culprit.unrecorded else known
             text.append(f"FIRST DIVERGENCE: {words}\n", "bold reverse")
         if mark is not None:
-            _source(text, mark, width, last_line_of(culprit) if culprit is not None else None)
+            if culprit is not None and _is_elsewhere(culprit, mark):
+                _told(text, culprit, width)
+            else:
+                _source(text, mark, width, last_line_of(culprit) if culprit is not None else None)
             for fact in _facts(mark):
                 text.append(f"{fact}\n")
         elif culprit is not None:  # the verdict knows of it, and the step that is shown was judged without it
@@ -87,6 +90,12 @@ class EventCard(Static):
             if finding.consequence:
                 text.append("\nwhat it means for this run\n", "bold").append(f"{by_line(finding.consequence)}\n")
         self.update(text)
+
+
+def _is_elsewhere(culprit: FirstEvent, mark: Mark) -> bool:
+    """Whether a loss is wrong by a line that multiplies it, and not where it was evaluated."""
+    site = mark.event.site
+    return culprit.kind == "loss" and site is not None and (culprit.file, culprit.line) != (site.file, site.line)
 
 
 def _source(text: Text, mark: Mark, width: int, until: int | None) -> None:
@@ -148,6 +157,8 @@ def _facts(mark: Mark) -> list[str]:
         facts.append(f"value {number(event.value)}, term {printable(event.term, 40)}")
     elif isinstance(event, LossGradient):
         facts.append(f"one token weighs {number(event.weight)} in the loss, {_tokens(event.num_tokens)}")
+        for one in event.numbers or ():
+            facts.append(f"multiplied by {number(one.factor)} at {printable(one.site.short)}: {printable(one.written)}")
     elif isinstance(event, GradientNorm):
         facts.append("the trainer takes the norm of gradients")
     elif isinstance(event, OptimizerStep):

@@ -1,0 +1,95 @@
+"""Which line of the program multiplies a loss by just the number that is wrong.
+
+A loss's weight tells that it was multiplied, and the reduction behind it may be what makes that one too many. The
+source of the line tells more: `loss / world_size` on all ranks, or `loss * 2` on one alone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import reduce
+from math import prod
+from operator import and_
+
+from gradcheck_dist.diagnosis.causes.case import Case
+from gradcheck_dist.diagnosis.causes.vocabulary import RANKS, SCHEDULE
+from gradcheck_dist.diagnosis.weights.cells import Cell
+from gradcheck_dist.diagnosis.weights.named_counts import names_passes, names_ranks, numbers_of
+from gradcheck_dist.events import LossNumber, Site
+from gradcheck_dist.ledger.contributions import Contribution
+
+LossLine = tuple[Site, str]
+"""Where a loss is multiplied, and what is written there."""
+ROUNDED = 1e-5
+
+
+def loss_lines(case: Case) -> list[LossLine]:
+    """Lines of the program that multiply every loss whose weights are wrong by the very factor that these are off by,
+    and none of the others; the outermost first, the user's own before a library's."""
+    by_key = case.context.contributions.by_key
+    wrong = {cell.key: cell for _, cell in case.cells if not cell.right}
+    if case.terms or not wrong or any(key not in by_key for key in wrong):
+        return []
+    usual = next(iter(wrong.values()))
+    if not all(abs(cell.ratio - usual.ratio) <= max(cell.margin, usual.margin) for cell in wrong.values()):
+        return []
+    of_pass = {key: _lines(case, one, usual) for key, one in by_key.items()}
+    common = reduce(and_, (of_pass[key] for key in wrong))
+    for key in by_key.keys() - wrong.keys():
+        common -= of_pass[key]
+    return sorted(common.elements(), key=lambda line: line[0].called_from is not None)
+
+
+def in_words(lines: Sequence[LossLine]) -> str:
+    """A sentence for an explanation; "" for no lines."""
+    if not lines:
+        return ""
+    places = " and ".join(f"{site.short} ({written})" for site, written in lines)
+    return f" The loss is multiplied by this number at {places}{', at each' if len(lines) > 1 else ''}."
+
+
+def mended(case: Case, lines: Sequence[LossLine], fix: str) -> str:
+    """What is to be done where such lines are known, beside `fix`, "" for nothing else."""
+    if not lines:
+        return fix
+    own = [site for site, _ in lines if site.called_from is None] or [site for site, _ in lines]
+    places = " or ".join(dict.fromkeys(site.short for site in own))
+    some = {cell.key for _, cell in case.cells if not cell.right} != case.context.contributions.by_key.keys()
+    take_out = f"Take it out at {places}{', or let it multiply all losses of the step' if some else ''}."
+    return f"{take_out} Or: {fix[0].lower()}{fix[1:]}" if fix else take_out
+
+
+def _lines(case: Case, contribution: Contribution, cell: Cell) -> Counter[LossLine]:
+    near = max(cell.margin, ROUNDED * abs(cell.ratio))
+    if any(abs(unseen - cell.ratio) <= near for unseen in _unseen(contribution)):
+        return Counter()  # another line, which nobody saw, does it again
+    found = [number for number in numbers_of(contribution) if abs(number.factor - cell.ratio) <= cell.margin]
+    return Counter((number.site, number.written) for number in found if not _is_called_otherwise(case, number))
+
+
+def _unseen(contribution: Contribution) -> tuple[float, ...]:
+    """What multiplies a loss's mean or its sum beside the numbers that are known; () where nothing tells."""
+    gradient, loss = contribution.gradient, contribution.loss
+    seen = prod(number.factor for number in numbers_of(contribution))
+    if gradient is None or loss is None or not seen:
+        return ()
+    if gradient.mean_weight is not None:
+        return (gradient.mean_weight / seen,)
+    num = gradient.num_tokens or loss.num_tokens or 1
+    return (gradient.weight / seen, gradient.weight * num / seen)
+
+
+def _is_called_otherwise(case: Case, number: LossNumber) -> bool:
+    """Whether the factor has the name of a number of ranks, and what is written there that of a number of passes, or
+    the reverse: they happen to be equal. So may a number without a name be that of the passes, behind which a reduction
+    is what is wrong."""
+    powers = {name for name, _ in case.names[0].powers} if case.names else set()
+    of_ranks, of_passes = names_ranks(number), names_passes(number)
+    if powers & RANKS and not powers & SCHEDULE and of_passes and not of_ranks:
+        return True
+    if powers & SCHEDULE and not powers & RANKS and of_ranks and not of_passes:
+        return True
+    num_passes = len({key[1:] for key in case.context.contributions.by_key})
+    as_many = abs(number.factor * num_passes - 1) <= ROUNDED
+    return case.culprit.kind != "loss" and as_many and not of_ranks
