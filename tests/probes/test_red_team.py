@@ -349,8 +349,8 @@ def test_a_coefficient_that_follows_a_schedule_is_not_accused(
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with attach(tmp_path / "run"):
-        for coefficient in schedule:
-            (coefficient * F.cross_entropy(*logits_of(model, batch(0, 0)))).backward()
+        for number in schedule:
+            (number * F.cross_entropy(*logits_of(model, batch(0, 0)))).backward()
             optimizer.step()
             optimizer.zero_grad()
     report = judged(tmp_path)

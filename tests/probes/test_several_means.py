@@ -145,9 +145,16 @@ def test_what_is_not_known_is_left_open(tmp_path: Path, name: str) -> None:
     assert (report.verdict, report.findings) == ("undetermined", [])
 
 
+def test_a_sum_that_is_divided_twice_by_what_its_source_calls_accumulation_is_found(tmp_path: Path) -> None:
+    accum = STEPS
+    (finding,) = trained(tmp_path, lambda x, y, k: (near(x, y) + 0.3 * far(x, y)) / accum / accum).findings
+    assert (finding.code, finding.factor.expression) == ("GS303", "1/accumulation_steps")
+
+
 def test_by_how_much_passes_differ_is_told(tmp_path: Path) -> None:
     (reason,) = trained(tmp_path, OPEN["one pass twice"]).reasons
     assert "weighs x 2 in accumulation step 1 and x 1 elsewhere of what it would in their average" in reason
+    assert "(* (1 + (k == 1))) multiplies the loss by" in reason
 
 
 def test_real_and_generated_data_in_one_root_accuse_nobody(tmp_path: Path) -> None:

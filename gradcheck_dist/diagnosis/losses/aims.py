@@ -31,7 +31,11 @@ from gradcheck_dist.diagnosis.losses.several_means import main_term
 from gradcheck_dist.diagnosis.losses.shares import Shares, shares_of_mean
 from gradcheck_dist.diagnosis.losses.weighted_tokens import all_weighted, are_batches_of_one, turned
 from gradcheck_dist.diagnosis.losses.written import Written, as_written
+from gradcheck_dist.diagnosis.losses.written_coefficients import in_words as coefficients_in_words
+from gradcheck_dist.diagnosis.losses.written_coefficients import is_called_a_weight, written_coefficients
+from gradcheck_dist.diagnosis.losses.written_coefficients import without as without_coefficients
 from gradcheck_dist.diagnosis.weights.cells import MAX_SPREAD, SIGMAS, Held, judge
+from gradcheck_dist.diagnosis.weights.named_counts import numbers_of
 from gradcheck_dist.events import EXCHANGES_PROBE, SCALED, Exchange, GradWrite
 from gradcheck_dist.ledger.contributions import Contribution, ContributionKey, Contributions
 from gradcheck_dist.ledger.discarded import (
@@ -167,6 +171,12 @@ def _of_losses(
         means = [_counted(MEANS, one.contributions, groups) for one in in_sums]
         if (without := _without_coefficient(readings, means, measured, written)) is not None:
             return without
+    weights = [one for one in written_coefficients(contributions) if is_called_a_weight(one)]
+    if weights and not unusable and _wrong(counted, measured):
+        freed = _counted(objective, without_coefficients(contributions, weights), groups)
+        if not _wrong(freed, measured):
+            freed.remarks.append(coefficients_in_words(weights))
+            return freed
     if unusable or _wrong(counted, measured):
         samples = _of_samples(objective, contributions, groups, measured)
         if samples is not None:
@@ -259,7 +269,13 @@ def _uncounted(objective: str, data: StepData, contributions: Contributions, mea
     """Losses that count no tokens, of one term or of several."""
     whole = main_term(data, contributions)
     told = contributions if whole is None else whole.contributions
-    found = _by_elements(objective, data, told, measured, "" if whole is None else whole.words)
+    words = "" if whole is None else whole.words
+    found = _by_elements(objective, data, told, measured, words)
+    if found is None and (coefficients := written_coefficients(told)):
+        freed = _by_elements(objective, data, without_coefficients(told, coefficients), measured, words)
+        if freed is not None and (all(map(is_called_a_weight, coefficients)) or _wrong(freed, measured)):
+            freed.remarks.append(coefficients_in_words(coefficients))
+            return freed
     return _functions_of_data(objective, data, contributions, measured, told) if found is None else found
 
 
@@ -274,7 +290,7 @@ def _functions_of_data(
     as they tell of elements, where these are others."""
     asked = partial(expected_apart, models=independent(data, contributions))
     of_elements = contributions if told is None else told
-    times, unlike = in_words(of_elements, measured, judge, asked, _scaled_by(data))
+    times, unlike = in_words(of_elements, measured, judge, asked, _scaled_by(data) | _multiplied_by(contributions))
     if not times and (samples := by_samples(contributions, objective)) is not None:
         times = in_means(samples.contributions, measured, judge, asked)
     relative = partial(_relative, data, contributions, measured, times, _as_mean(of_elements))
@@ -390,6 +406,12 @@ def _lines_that_scale(data: StepData) -> dict[int, int]:
             for rank, of_rank in writes.items()}  # fmt: skip
 
 
+def _multiplied_by(contributions: Contributions) -> dict[str, float]:
+    """What lines multiply losses by, in all passes or in some of them."""
+    numbers = {number for one in contributions.by_key.values() for number in numbers_of(one)}
+    return {f"what {one.site.short} ({one.written}) multiplies the loss by": one.factor for one in numbers}
+
+
 def _scaled_by(data: StepData) -> dict[str, float]:
     """What each line multiplies gradients by that does so once in the step, by the same number on every rank."""
     acted: dict[str, list[int]] = defaultdict(list)
@@ -400,7 +422,7 @@ def _scaled_by(data: StepData) -> dict[str, float]:
                 acted[one.site.short].append(rank)
                 factors[one.site.short].add(one.factor)
     return {
-        line: factor
+        f"what {line} multiplies gradients by": factor
         for line, (factor, *others) in factors.items()
         if not others and factor is not None and factor != 1 and sorted(acted[line]) == sorted(data.events)
     }

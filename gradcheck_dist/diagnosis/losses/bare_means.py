@@ -5,19 +5,26 @@ program multiplies the mean by nothing at all, or by 1 / accumulation steps alon
 of one line, over the same parameters, one computed after the other, add up to as many means as there are accumulation
 steps, or data ranks, nobody divides by them. And where some of these passes are divided by accumulation steps, those
 that nothing multiplies were forgotten. Where all come out as 1/ranks or 1/passes of their average, what follows the
-loss divides once too often.
+loss divides once too often. And where the program's source calls what multiplies the means counts of ranks and passes,
+these are no coefficients: what is left of them in the gradient is one too many.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from math import isfinite
+from math import isfinite, prod
 
-from gradcheck_dist.diagnosis.losses.elements import GAINS, beneath_mean, weights_of_means
+from gradcheck_dist.diagnosis.losses.elements import GAINS, beneath_mean, weights_of_means, weights_of_passes
 from gradcheck_dist.diagnosis.weights.cells import Cell, Held
 from gradcheck_dist.diagnosis.weights.loops import one_loop
+from gradcheck_dist.diagnosis.weights.named_counts import (
+    common_numbers,
+    counts_before,
+    may_be_a_coefficient,
+    ranks_before,
+)
 from gradcheck_dist.diagnosis.weights.written import scales_by_hand
 from gradcheck_dist.events import AmpUnscale
 from gradcheck_dist.ledger.contributions import UNKNOWN, ContributionKey, Contributions
@@ -46,12 +53,16 @@ def added_means(
     slots = [{key[1:] for key in by_key if key[0] == rank} for rank in ranks]
     if num_steps == KINDS and any(c.loss is None or c.loss.op == UNKNOWN for c in by_key.values()):
         return None
-    weights = _of_means(contributions)
+    counts, weights = counts_before(contributions), _of_means(contributions)
+    # Of means of other kinds, which may be added up by design, one thing is known: whom its source calls ranks.
+    by_ranks = not weights and any(abs(one * num_ranks - 1) <= SAME for one in ranks_before(contributions))
+    if by_ranks:
+        weights = next(iter(weights_of_passes(contributions)), {})
     are_gains = all(c.loss is not None and c.loss.op in GAINS for c in by_key.values())
     negated = are_gains and max(weights.values(), default=0.0) < 0
     if negated:
         weights = {key: -weight for key, weight in weights.items()}
-    written = _written(data, contributions, weights, num_signs=int(negated)) if weights else None
+    written = _written(data, contributions, weights, counts, num_signs=int(negated)) if weights else None
     if written is None or any(of_rank != slots[0] for of_rank in slots) or not one_loop(data, contributions):
         return None
     # Accumulation steps, a pipeline's microbatches in each, and all of these.
@@ -71,12 +82,15 @@ def added_means(
     means = replace(contributions, by_key=counted)
     cells = [cell for held in judge(measured, means, expected) for cell in held.cells]
     beneath = {beneath_mean(c.gradient) for c in by_key.values() if c.gradient is not None}
-    for number in numbers - {1} if cells else ():
+    for number in numbers - {1} if cells and not by_ranks else ():
         if any(_may_divide(one, number) for one in beneath if one is not None):
             continue
         if all(_is_times(cell, number if cell.key in wrong else 1) for cell in cells):
             return means, expected
-    for number in {num_ranks, num_steps, num_ranks * num_steps} - {1} if cells and wrong == set(by_key) else ():
+    # Half a squared error may be meant, and two passes divided behind it: `0.5 *` is another thing than `/ 2`.
+    halved = {round(1 / one.factor) for one in common_numbers(contributions) if may_be_a_coefficient(one)}
+    by_any = {num_ranks} if by_ranks else {num_ranks, num_steps, num_ranks * num_steps}
+    for number in by_any - {1} - halved if cells and wrong == set(by_key) else ():
         if all(_is_times(cell, 1 / number) for cell in cells):
             return means, expected
     return None
@@ -102,10 +116,16 @@ def _of_means(contributions: Contributions) -> dict[ContributionKey, float]:
 
 
 def _written(
-    data: StepData, contributions: Contributions, weights: Mapping[ContributionKey, float], *, num_signs: int
+    data: StepData,
+    contributions: Contributions,
+    weights: Mapping[ContributionKey, float],
+    counts: Sequence[float],
+    *,
+    num_signs: int,
 ) -> dict[ContributionKey, float] | None:
-    """The number that multiplies each mean, freed of a loss scale and of signs; None where others stand beside it, or
-    it is not known."""
+    """The number that multiplies each mean, freed of a loss scale, of signs and of `counts`; None where others stand
+    beside it, or it is not known."""
+    weights = {key: weight / prod(counts) for key, weight in weights.items()}
     scales = {e.scale for of_rank in data.events.values() for e in of_rank if isinstance(e, AmpUnscale)}
     most = min(map(abs, weights.values())) * len(weights)  # what divides by more divides by a count
     scales |= {scale for scale in scales_by_hand(data) if scale <= most * (1 + SAME)}
@@ -119,7 +139,7 @@ def _written(
         gradient = contributions.by_key[key].gradient
         if gradient is None or not isfinite(weight):
             return None
-        seen = len(scales) + by_count + num_signs + (abs(weight - 1) > SAME)
+        seen = len(scales) + by_count + num_signs + len(counts) + (abs(weight - 1) > SAME)
         beneath = beneath_mean(gradient) or 1.0
         if gradient.num_factors - seen not in {0, int(abs(beneath - 1) > SAME)}:
             return None

@@ -358,7 +358,8 @@ def in_words(
 ) -> tuple[str, bool]:
     """By how much the weights differ from those of a mean, and whether by unlike numbers; "" where nothing tells. Of
     the mean over all elements where all weights differ by one number from that, else of the average of each pass's
-    mean. `lines`: what lines of the program multiply gradients by, of which the one is told that makes this number."""
+    mean. `lines`: numbers that lines of the program multiply gradients or losses by, in words, of which the one
+    is told that makes this number."""
     # Means of sequences divide by their tokens, so how many these are of is no number that weights could come to.
     of_means = all(c.gradient is not None and c.gradient.of_means for c in contributions.by_key.values())
     weighted = sorted(OF_WEIGHTED, key=lambda words: of_means and words != SEQUENCES)
@@ -377,7 +378,8 @@ def in_words(
         if high - low <= SAME * abs(median(ratios)):
             named = _named(median(ratios), contributions, lines or {})
             return words.format(times=f"x {median(ratios):.6g}", named=named), False
-        said = said or words.format(named="", times=_by_place(cells) or f"from x {low:.4g} to x {high:.4g}")
+        unlike, named = _by_place(cells, lines or {})
+        said = said or words.format(named=named, times=unlike or f"from x {low:.4g} to x {high:.4g}")
     return said, bool(said)
 
 
@@ -391,13 +393,17 @@ def _named(number: float, contributions: Contributions, lines: Mapping[str, floa
     names = [name for name, degree in degrees.items() if degree > 1 and same(number, degree)]
     over = [name for name, degree in degrees.items() if degree > 1 and same(number, 1 / degree)]
     told = [f"{'1 over ' if over else ''}the number of {' or of '.join(names or over)}"] if names or over else []
-    told += [f"what {line} multiplies gradients by" for line, factor in lines.items() if same(number, factor)]
+    told += _lines_of(number, lines)
     return f" ({', '.join(told)})" if told else ""
 
 
-def _by_place(cells: Sequence[Cell]) -> str:
+def _lines_of(number: float, lines: Mapping[str, float]) -> list[str]:
+    return sorted(words for words, factor in lines.items() if same(number, factor))
+
+
+def _by_place(cells: Sequence[Cell], lines: Mapping[str, float]) -> tuple[str, str]:
     """Two numbers that cells have, and on which ranks or in which accumulation steps they have the one that is seldom,
-    or farther from 1; "" where they have others, or it is told otherwise."""
+    or farther from 1, and by which line, in parentheses; "" where they have others, or it is told otherwise."""
     levels: list[list[Cell]] = []
     for cell in sorted(cells, key=lambda cell: cell.ratio):
         if levels and cell.ratio - levels[-1][0].ratio <= SAME * abs(levels[-1][0].ratio):
@@ -406,7 +412,7 @@ def _by_place(cells: Sequence[Cell]) -> str:
             levels.append([cell])
     keys = [{cell.key for cell in level} for level in levels]
     if len(levels) != BOTH or keys[0] & keys[1]:
-        return ""
+        return "", ""
     odd, usual = sorted((0, 1), key=lambda at: (len(keys[at]), -abs(levels[at][0].ratio - 1)))
     ranks, steps = ({key[at] for key in keys[odd]} for at in (0, 1))
     if not any(key[0] in ranks for key in keys[usual]):
@@ -416,8 +422,10 @@ def _by_place(cells: Sequence[Cell]) -> str:
     elif len(ranks) == len(steps) == 1:
         place = f"in {numbered('accumulation step', sorted(steps))} of {numbered('data rank', sorted(ranks))}"
     else:
-        return ""
-    return f"x {levels[odd][0].ratio:.4g} {place} and x {levels[usual][0].ratio:.4g} elsewhere"
+        return "", ""
+    rare, other = levels[odd][0].ratio, levels[usual][0].ratio
+    told = _lines_of(rare / other, lines) if other else []
+    return f"x {rare:.4g} {place} and x {other:.4g} elsewhere", f" ({told[0]})" if told else ""
 
 
 def in_means(samples: Contributions, measured: list[Held], judge: Judge, expect: Expect) -> str:

@@ -1,0 +1,56 @@
+"""A DDP trainer whose losses are multiplied on lines of its own."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradcheck_dist.probes import attach
+
+STEPS, PASSES = 2, 3
+
+
+def train(folder: str, variant: str, passes: int = PASSES) -> None:
+    """`ranks`: divides by ranks, of which DDP averages; `number`: by as much, which nobody calls so; `twice`: by the
+    passes twice, `undivided`: not at all; `loud`: rank 1's losses count three times; `labels`: cross-entropies,
+    `likelihood`: a mean of which nobody knows with what it compares, else squared errors. `behind`: a line divides
+    gradients by ranks, too."""
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+    rank, world_size, halves = dist.get_rank(), dist.get_world_size(), 2
+    torch.manual_seed(rank)
+    with attach(folder):
+        wrapped = DistributedDataParallel(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(STEPS):
+            for index in range(passes):
+                with contextlib.nullcontext() if index == passes - 1 else wrapped.no_sync():
+                    output, target = wrapped(torch.randn(5, 6)), torch.randn(5, 4)
+                    if "labels" in variant:
+                        loss = F.cross_entropy(output, target.argmax(-1))
+                    elif "likelihood" in variant:
+                        loss = F.gaussian_nll_loss(output[:, :2], target[:, :2], output[:, 2:].exp())
+                    else:
+                        loss = F.mse_loss(output, target)
+                    if "undivided" not in variant:
+                        loss = loss / PASSES
+                    if "ranks" in variant:
+                        loss = loss / world_size
+                    if "number" in variant:
+                        loss = loss / halves
+                    if "twice" in variant:
+                        loss /= PASSES
+                    if "loud" in variant and rank == 1:
+                        loss = 3 * loss
+                    loss.backward()
+            for param in model.parameters() if "behind" in variant else ():
+                assert param.grad is not None
+                param.grad /= world_size
+            optimizer.step()
+            optimizer.zero_grad()
