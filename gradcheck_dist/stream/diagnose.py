@@ -11,6 +11,7 @@ from gradcheck_dist.diagnosis import engine
 from gradcheck_dist.diagnosis.engine import conclude, not_recorded, objective_of
 from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.diagnosis.losses.loud_ranks import waits_for_others
+from gradcheck_dist.diagnosis.steps.alternatives import may_all_be_one_batch
 from gradcheck_dist.diagnosis.steps.earlier_gradients import let_go
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
 from gradcheck_dist.steps import chosen_steps
@@ -87,7 +88,8 @@ def diagnose_run(
                 stopped_at = verdict.context.step
                 break
             found = any(finding.severity != "info" for finding in verdict.findings)
-            found = found and not waits_for_others(verdict, verdicts)
+            waits = waits_for_others(verdict, verdicts) or may_all_be_one_batch(verdict, verdicts)
+            found = found and not waits
             num_found += found
             if num_weights + len(verdict.weights) > MAX_WEIGHTS and not found:
                 verdict.weights, left_out = [], left_out + 1
@@ -104,7 +106,7 @@ def diagnose_run(
             cursor.unmark(verdict.context.step)
             if found and early is not None:
                 # A copy: concluding joins findings of several steps in place.
-                rests_on = [verdict] if verdict.loud is None else verdicts
+                rests_on = [verdict] if verdict.loud is None and verdict.one_batch is None else verdicts
                 early(conclude(cursor.run, deepcopy(rests_on), [], chosen, chosen_from))
                 early = None
     in_columns = watched is not None and watched.first_step is not None

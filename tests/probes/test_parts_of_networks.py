@@ -10,7 +10,9 @@ from one_process import judged
 from torch import Tensor, nn, optim
 from torch.nn import functional as F
 
+from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.probes import attach
+from gradcheck_dist.stream.diagnose import diagnose_run
 
 
 class Sliceable(nn.Module):
@@ -81,6 +83,10 @@ def test_parts_that_all_learn_one_batchs_labels_from_one_line_accuse_nobody(*, d
     report = judged(tmp_path)
     assert (report.verdict, report.findings) == ("clean" if divided else "undetermined", [])
     assert divided or any("on one batch" in reason for reason in report.reasons)
+    early: list[Report] = []
+    assert diagnose_run(tmp_path, first=True).verdict == report.verdict, "whoever wants the first finding waits for it"
+    diagnose_run(tmp_path, early=early.append)
+    assert not early
 
 
 def test_a_batch_that_each_pass_repeats_unchanged_is_accumulated(tmp_path: Path) -> None:

@@ -103,6 +103,15 @@ def with_one_batch(verdicts: list[StepVerdict]) -> list[StepVerdict]:
     return [verdict if verdict.one_batch is None else verdict.one_batch for verdict in verdicts]
 
 
+def may_all_be_one_batch(verdict: StepVerdict, earlier: Sequence[StepVerdict]) -> bool:
+    """Whether what a step is accused of may be gone once another one is judged, whose labels tell that its passes
+    evaluate one batch."""
+    if verdict.one_batch is None:
+        return False
+    chosen = with_one_batch([*earlier[-1:], verdict])[-1]
+    return not earlier or not any(finding.severity != "info" for finding in chosen.findings)
+
+
 def trained_apart(run: Run, verdicts: Sequence[StepVerdict]) -> Averaged | None:
     """What tells that ranks train apart, so that their steps are judged by `alone`; None where they do not."""
     if all(verdict.alone is None for verdict in verdicts) or any(verdict.shares_updates for verdict in verdicts):
