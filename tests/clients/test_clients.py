@@ -41,7 +41,7 @@ ACCELERATE = Client("accelerate_loop.py", *DIVIDED_TWICE, AGAIN, needs="accelera
 SENTENCES = Client(
     "sentence_transformers_trainer.py",
     *DIVIDED_TWICE,
-    "loss.backward(",
+    "return loss / ACCUMULATION if FAULT",
     needs="sentence_transformers",
 )
 IGNITE = Client("ignite_trainer.py", *DIVIDED_TWICE, "return loss / ACCUMULATION", needs="ignite")
