@@ -168,6 +168,16 @@ def test_a_line_that_may_be_right_is_not_named_where_the_number_stands_twice(tmp
     assert "(/ ACCUM_STEPS)" not in finding.explanation and "Take it out" not in finding.fix
 
 
+def test_a_line_is_named_beside_a_hook_that_divides_once_more(tmp_path: Path) -> None:
+    def divided(output: Tensor, target: Tensor) -> Tensor:
+        output.register_hook(lambda grad: grad / ACCUM_STEPS)  # type: ignore[no-untyped-call]
+        return F.cross_entropy(output, target.argmax(-1))
+
+    (finding,) = trained(tmp_path, lambda loss: loss / ACCUM_STEPS, divided).findings
+    assert (finding.code, finding.factor.expression) == ("GS303", "1/accumulation_steps")
+    assert finding.first_event is not None and finding.first_event.written == "/ ACCUM_STEPS"
+
+
 def trained_on_ranks(folder: Path, variant: str, *passes: int) -> Report:
     launch("loss_number_workers:train", (str(folder), variant, *passes), 2, timeout_s=60)
     return diagnose(read_run(folder))

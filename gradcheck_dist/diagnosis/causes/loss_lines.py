@@ -69,10 +69,12 @@ def _lines(case: Case, contribution: Contribution, cell: Cell) -> Counter[LossLi
 
 
 def _unseen(contribution: Contribution) -> tuple[float, ...]:
-    """What multiplies a loss's mean or its sum beside the numbers that are known; () where nothing tells."""
+    """What multiplies a loss's mean or its sum beside the numbers and hooks that are known; () where nothing tells."""
     gradient, loss = contribution.gradient, contribution.loss
-    seen = prod(number.factor for number in numbers_of(contribution))
-    if gradient is None or loss is None or not seen:
+    if gradient is None or loss is None:
+        return ()
+    seen = prod([gradient.hooks_factor or 1.0, *(number.factor for number in numbers_of(contribution))])
+    if not seen:
         return ()
     if gradient.mean_weight is not None:
         return (gradient.mean_weight / seen,)
