@@ -62,9 +62,9 @@ def test_coefficients_that_warm_up_are_left_open(weights: tuple[float, ...], tmp
     model = nn.Linear(6, 4)
     optimizer = optim.SGD(model.parameters(), lr=0.05)
     with attach(tmp_path):
-        for weight in weights:
+        for number in weights:
             optimizer.zero_grad()
-            (weight * F.cross_entropy(model(torch.randn(5, 6)), torch.randint(0, 4, (5,)))).backward()
+            (number * F.cross_entropy(model(torch.randn(5, 6)), torch.randint(0, 4, (5,)))).backward()
             optimizer.step()
     report = judged(tmp_path)
     assert report.verdict == ("undetermined" if weights[1] == 0.8 else "findings")

@@ -3,7 +3,8 @@
 Their losses add up by design, or lack a division by their number: both leave the same weights. Microbatches of an
 accumulation have labels of their own, so labels tell passes of one batch apart from these, where other steps have other
 ones: a sampler may draw the same classes in every batch (diagnosis/steps/alternatives.py looks). A batch that a short
-test repeats in all passes gives one value and one gradient there as well, and is accumulated.
+test repeats in all passes gives one value and one gradient there as well, and is accumulated. So are the samples of one
+evaluation that go backward one by one.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ def passes_of_one_batch(
 def _evaluate_one_batch(data: StepData, contributions: Contributions, keys: list[ContributionKey]) -> bool:
     passes = [contributions.by_key[key] for key in keys]
     labels = {(one.label_hash, one.num_tokens) for one in passes}
-    if len(labels) > 1 or not all(map(tell_batches, passes)):
+    evaluations = {one.loss.loss_id for one in passes if one.loss is not None}
+    if len(labels) > 1 or len(evaluations) < len(passes) or not all(map(tell_batches, passes)):
         return False
     return not have_one_value(passes) or have_other_gradients(data, contributions, keys)
