@@ -7,7 +7,7 @@ What is left of the right number is known to the last digit: it is that number, 
 
 from __future__ import annotations
 
-from math import frexp
+from math import frexp, isfinite
 
 import numpy as np
 
@@ -26,6 +26,8 @@ def rounded_to(right: float, found: float, num_tokens: int) -> float:
         return 0.0
     for times in {1, num_tokens}:
         for dtype, rounded in (("float16", _float16(right * times)), ("bfloat16", _bfloat16(right * times))):
+            if not isfinite(rounded):  # half precision ends there
+                continue
             if abs(rounded - found * times) <= EPSILON["float32"] * abs(rounded) and _odd_part(rounded) > WRITTEN:
                 return EPSILON[dtype]
     return 0.0
@@ -44,6 +46,7 @@ def _float16(value: float) -> float:
 
 def _bfloat16(value: float) -> float:
     """Rounded to the nearest, to even where two are as near."""
-    bits = int(np.float32(value).view(np.uint32))
+    with np.errstate(over="ignore", under="ignore"):
+        bits = int(np.float32(value).view(np.uint32))
     bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
     return float(np.uint32(bits).view(np.float32))
