@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from gradcheck_dist.diagnosis.engine import diagnose
 from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.diagnosis.report.next_step import next_step
-from gradcheck_dist.events import OWN_OPTIMIZER, OptimizerStep
+from gradcheck_dist.events import OWN_OPTIMIZER, GradWrite, OptimizerStep
 from gradcheck_dist.probes import attach
 from gradcheck_dist.trace.run import read_run
 
@@ -272,6 +272,10 @@ def test_where_some_gradients_are_seen_to_be_replaced_others_that_nobody_saw_lea
         set_to_none(model)
 
     report = judged(tmp_path, replaced, divisor=ACCUMULATION)
+    order = [(one.step, not isinstance(one, OptimizerStep)) for one in read_run(tmp_path).ranks[0].events
+             if isinstance(one, OptimizerStep | GradWrite)]  # fmt: skip
+    if order != sorted(order, key=lambda one: (one[0], not one[1])):
+        pytest.skip("by chance, what steps by hand was noticed in front of what writes: docs/limits.md")
     assert (report.verdict, report.findings) == ("undetermined", [])
     assert any("put in the place of others" in reason for reason in report.reasons), report.reasons
 
