@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from gradcheck_dist.diagnosis.engine import diagnose
 from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.diagnosis.report.next_step import next_step
-from gradcheck_dist.events import OWN_OPTIMIZER, GradWrite, OptimizerStep
+from gradcheck_dist.events import OWN_OPTIMIZER, OptimizerStep
 from gradcheck_dist.probes import attach
 from gradcheck_dist.trace.run import read_run
 
@@ -261,21 +261,22 @@ def test_gradients_that_were_replaced_and_seen_before_they_were_taken_away_are_w
     assert (report.verdict, report.findings) == ("clean", []), report.reasons
 
 
+@pytest.mark.parametrize("again", [False, True])
 def test_where_some_gradients_are_seen_to_be_replaced_others_that_nobody_saw_leave_the_step_open(
-    tmp_path: Path,
+    again: bool, tmp_path: Path
 ) -> None:
+    """`again`: they lie where those of the step before lay, as memory that is used again may."""
+    buffers: dict[int, Tensor] = {}
+
     def replaced(model: nn.Module) -> None:
         for nr, param in enumerate(model.parameters()):
-            param.grad = grad(param) * ACCUMULATION
+            buffer = buffers.setdefault(nr, torch.empty_like(param)) if again else None
+            param.grad = torch.mul(grad(param), ACCUMULATION, out=buffer)
             if nr == 0:
                 grad(param).mul_(1.0)
         set_to_none(model)
 
     report = judged(tmp_path, replaced, divisor=ACCUMULATION)
-    order = [(one.step, not isinstance(one, OptimizerStep)) for one in read_run(tmp_path).ranks[0].events
-             if isinstance(one, OptimizerStep | GradWrite)]  # fmt: skip
-    if order != sorted(order, key=lambda one: (one[0], not one[1])):
-        pytest.skip("by chance, what steps by hand was noticed in front of what writes: docs/limits.md")
     assert (report.verdict, report.findings) == ("undetermined", [])
     assert any("put in the place of others" in reason for reason in report.reasons), report.reasons
 

@@ -96,7 +96,7 @@ class OwnOptimizer:
         self._received.clear()
         self._replaced.clear()
         self._places.clear()
-        self._recorder.places.moved = self._moved_to
+        self._recorder.places.looked_at = self._looked_at
         held = {info.id: info for info, _ in self.grads.values()} | touched
         self.grads = {key: (info, grad) for key, info in held.items() if (grad := _kept(info)) is not None}
         self._moved = {id(grad): info for info, grad in self.grads.values() if info.param.grad is None}
@@ -109,9 +109,9 @@ class OwnOptimizer:
         if self._forward is None:
             self._forward = register_module_forward_pre_hook(self._called)
 
-    def _moved_to(self, info: ParamInfo) -> None:
-        """A gradient was seen to lie elsewhere: one that a line put in the place of what the pass left is what will be
-        read (`p.grad = p.grad * c`)."""
+    def _looked_at(self, info: ParamInfo) -> None:
+        """A gradient was looked at: one that a line put in the place of what the pass left is what will be read
+        (`p.grad = p.grad * c`)."""
         grad = _kept(info) if self._recorder.current is None else None
         if grad is not None and info.id in self.grads and grad is not self.grads[info.id][1]:
             self.grads[info.id] = (info, grad)

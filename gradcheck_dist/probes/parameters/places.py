@@ -37,7 +37,7 @@ class Places:
         self._num_fruitless = 0
         self._asked_since_pass = False
         self.by_value = FlatCopies(registry.infos)
-        self.moved: Callable[[ParamInfo], None] | None = None  # is told whose gradient lies where it did not lie before
+        self.looked_at: Callable[[ParamInfo], None] | None = None  # is told whose gradient was asked where it lies
 
     def step_begins(self) -> None:
         self._num_fruitless = 0
@@ -137,6 +137,8 @@ class Places:
         for index in indices:
             owner, is_copy = owners[index]
             address = _address(gradient_of(owner) if not is_copy else owner.param.grad)
+            if address and not is_copy and self.looked_at is not None:
+                self.looked_at(owner)  # another one may lie where an earlier one did
             if address == addresses[index]:
                 continue
             has_moved = True
@@ -147,8 +149,6 @@ class Places:
             self._spans[index] = _span(place[1]) if place is not None else (0, 0)
             if address:
                 self._at[address] = index
-            if address and not is_copy and self.moved is not None:
-                self.moved(owner)
         return has_moved
 
 
