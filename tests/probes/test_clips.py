@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from clip_loops import NUM_STEPS, Finish, accumulate, by_hand, codes, utils
 from probe_workers import Net, batch, token_sum
 from torch import nn
 
@@ -16,18 +16,6 @@ from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.events import Clip, OptimizerStep
 from gradcheck_dist.probes import attach
 from gradcheck_dist.trace.run import read_run
-
-utils = torch.nn.utils  # looked up when called: probes replace its functions
-NUM_STEPS = 2
-Finish = Callable[[nn.Module], None]
-
-
-def accumulate(model: nn.Module, between: Callable[[], object] = lambda: None, scale: float = 1.0) -> None:
-    data = [batch(0, k) for k in range(3)]
-    total = sum(int((labels >= 0).sum()) for _, labels in data)
-    for part in data:
-        (scale * token_sum(model, part) / total).backward()
-        between()
 
 
 def trained(run_dir: Path, finish: Finish, model: nn.Module | None = None) -> Report:
@@ -41,24 +29,6 @@ def trained(run_dir: Path, finish: Finish, model: nn.Module | None = None) -> Re
             optimizer.step()
             optimizer.zero_grad()
     return diagnose(read_run(run_dir))
-
-
-def codes(report: Report) -> list[str]:
-    return [finding.code for finding in report.findings]
-
-
-def by_hand(max_norm: float) -> Finish:
-    def clip(model: nn.Module) -> None:
-        grads = [param.grad for param in model.parameters() if param.grad is not None]
-        norm = float(torch.cat([grad.flatten() for grad in grads]).norm())
-        for grad in grads:
-            grad.mul_(min(1.0, max_norm / norm))
-
-    return clip
-
-
-def clip(max_norm: float) -> Finish:
-    return lambda model: utils.clip_grad_norm_(model.parameters(), max_norm) and None
 
 
 def in_groups(model: Net) -> None:
@@ -307,94 +277,6 @@ def test_clipping_inside_the_accumulation_loop_is_early(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("hand", [False, True])
-@pytest.mark.parametrize("order", ["unscaled", "scaled", "threshold scaled"])
-def test_a_clip_of_scaled_gradients_is_found_unless_its_threshold_is_scaled(
-    order: str, hand: bool, tmp_path: Path
-) -> None:
-    model, scaler = Net(), torch.amp.GradScaler("cpu")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler.scale(torch.zeros(()))
-    with attach(tmp_path, objective="global-token-mean"):
-        for _ in range(NUM_STEPS):
-            accumulate(model, scale=scaler.get_scale())
-            if order == "unscaled":
-                scaler.unscale_(optimizer)
-            max_norm = 0.1 * (scaler.get_scale() if "threshold" in order else 1.0)
-            (by_hand(max_norm) if hand else clip(max_norm))(model)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-    report = diagnose(read_run(tmp_path))
-    assert codes(report) == (["GS604"] if order == "scaled" else [])
-    if order == "scaled":
-        assert report.findings[0].factor.observed == pytest.approx(1 / 65536)
-        assert report.findings[0].factor.expression == "1/loss_scale"
-        assert report.findings[0].steps == list(range(NUM_STEPS))
-        assert {round(weight.ratio or 0, 4) for weight in report.weights if hand} <= {1.0}
-
-
-@pytest.mark.parametrize("unscaled", [2, 1, 0])
-def test_a_clip_of_two_optimizers_gradients_waits_until_both_are_unscaled(unscaled: int, tmp_path: Path) -> None:
-    model, scaler = Net(), torch.amp.GradScaler("cpu", init_scale=1024.0)
-    parts = [[*model.embedding.parameters(), *model.inner.parameters()], [*model.head.parameters()]]
-    optimizers = [torch.optim.SGD(part, lr=0.1) for part in parts]
-    scaler.scale(torch.zeros(()))
-    norms: list[torch.Tensor] = []
-    with attach(tmp_path, objective="global-token-mean"):
-        for _ in range(NUM_STEPS):
-            accumulate(model, scale=scaler.get_scale())
-            for optimizer in optimizers[:unscaled]:
-                scaler.unscale_(optimizer)
-            scales = [1.0 if index < unscaled else 1024.0 for index in range(2)]
-            grads = [param.grad / scale for part, scale in zip(parts, scales, strict=True) for param in part]
-            norms.append(utils.get_total_norm(grads))
-            utils.clip_grad_norm_(model.parameters(), 0.1)
-            for optimizer in optimizers:
-                scaler.step(optimizer)
-                optimizer.zero_grad()
-            scaler.update()
-    report = diagnose(read_run(tmp_path))
-    assert codes(report) == (["GS604"] if unscaled < 2 else [])
-    if unscaled == 1:
-        assert f"Unscaled their norm is {float(norms[0]):.4g}"[:28] in report.findings[0].explanation
-        assert "some of them carried loss scale 1024" in report.findings[0].explanation
-
-
-@pytest.mark.parametrize(
-    ("scale", "max_norm", "first", "found", "clips"),
-    [
-        (1024.0, 0.1, "clip", ["GS604"], clip),
-        (1024.0, 0.1, "clip", ["GS604"], by_hand),
-        (1024.0, 0.1, "division", [], clip),
-        (1024.0, 0.1, "division", [], by_hand),
-        (1024.0, 0.1 * 1024, "clip", [], clip),
-        (1024.0, 0.1 * 1024, "clip", [], by_hand),
-        (4.0, 0.1, "clip", ["GS605"], clip),
-    ],
-)
-def test_a_loss_scale_by_hand_is_taken_out_before_the_clip(
-    scale: float, max_norm: float, first: str, found: list[str], clips: Callable[[float], Finish], tmp_path: Path
-) -> None:
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with attach(tmp_path, objective="global-token-mean"):
-        for _ in range(NUM_STEPS):
-            accumulate(model, scale=scale)
-            if first == "clip":
-                clips(max_norm)(model)
-            torch._foreach_div_([param.grad for param in model.parameters()], scale)
-            if first == "division":
-                clips(max_norm)(model)
-            optimizer.step()
-            optimizer.zero_grad()
-    report = diagnose(read_run(tmp_path))
-    assert codes(report) == found
-    if found:
-        assert report.findings[0].factor.observed == pytest.approx(1 / scale, rel=1e-5)
-        assert ("by the loss scale before clipping" in report.findings[0].fix) == (found == ["GS604"])
-
-
 def test_a_part_that_is_cut_off_is_a_remark_and_the_verdict_stays_clean(tmp_path: Path) -> None:
     class Cut(Net):
         def __init__(self) -> None:
@@ -466,23 +348,6 @@ def test_a_gradient_whose_norm_cannot_be_read_leaves_the_clip_unjudged(tmp_path:
     run = read_run(tmp_path)
     assert sum(int(np.isnan(np.frombuffer(norms.values)).sum()) for norms in run.ranks[0].norms) == 1
     assert not [code for code in codes(diagnose(run)) if code.startswith("GS60")]
-
-
-@pytest.mark.parametrize("unscaled", [True, False])
-def test_values_that_are_clipped_while_they_are_scaled_accuse_no_loss(tmp_path: Path, unscaled: bool) -> None:
-    """What was there before the clip is not what the optimizer reads where the scale is divided out behind it."""
-    model, scaler = Net(), torch.amp.GradScaler("cpu", init_scale=256.0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with attach(tmp_path):
-        part = batch(0, 0)
-        scaler.scale(token_sum(model, part) / (part[1] >= 0).sum()).backward()  # type: ignore[no-untyped-call]
-        if unscaled:
-            scaler.unscale_(optimizer)
-        utils.clip_grad_value_(model.parameters(), 1e-3)
-        scaler.step(optimizer)
-    report = diagnose(read_run(tmp_path))
-    assert (report.verdict, codes(report)) == ("clean" if unscaled else "undetermined", [])
-    assert unscaled or any("clip_value" in reason for reason in report.reasons)
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.5])
