@@ -21,6 +21,7 @@ from gradcheck_dist.diagnosis.losses.aim import Aim
 from gradcheck_dist.diagnosis.losses.bare_means import added_means
 from gradcheck_dist.diagnosis.losses.class_weights import by_class_weights, tells
 from gradcheck_dist.diagnosis.losses.elements import MEANS, OF_WEIGHTED, Counted, by_elements, in_means, in_words
+from gradcheck_dist.diagnosis.losses.lines import lines_in_words, lines_that_scale
 from gradcheck_dist.diagnosis.losses.loud_ranks import loud_ranks
 from gradcheck_dist.diagnosis.losses.marked import marked_aside
 from gradcheck_dist.diagnosis.losses.parts import counted_once, parts_of_one_loss
@@ -35,8 +36,7 @@ from gradcheck_dist.diagnosis.losses.written_coefficients import in_words as coe
 from gradcheck_dist.diagnosis.losses.written_coefficients import is_called_a_weight, written_coefficients
 from gradcheck_dist.diagnosis.losses.written_coefficients import without as without_coefficients
 from gradcheck_dist.diagnosis.weights.cells import MAX_SPREAD, SIGMAS, Held, judge
-from gradcheck_dist.diagnosis.weights.named_counts import numbers_of
-from gradcheck_dist.events import EXCHANGES_PROBE, SCALED, Exchange, GradWrite
+from gradcheck_dist.events import EXCHANGES_PROBE, Exchange
 from gradcheck_dist.ledger.contributions import Contribution, ContributionKey, Contributions
 from gradcheck_dist.ledger.discarded import (
     discarded,
@@ -290,7 +290,7 @@ def _functions_of_data(
     as they tell of elements, where these are others."""
     asked = partial(expected_apart, models=independent(data, contributions))
     of_elements = contributions if told is None else told
-    times, unlike = in_words(of_elements, measured, judge, asked, _scaled_by(data) | _multiplied_by(contributions))
+    times, unlike = in_words(of_elements, measured, judge, asked, lines_in_words(data, contributions))
     if not times and (samples := by_samples(contributions, objective)) is not None:
         times = in_means(samples.contributions, measured, judge, asked)
     relative = partial(_relative, data, contributions, measured, times, _as_mean(of_elements))
@@ -380,7 +380,7 @@ def _relative(
     most are, or by its share."""
     by_key = {key: replace(c, num_tokens=1, weight=1.0, spread=0.0) for key, c in contributions.by_key.items()}
     if shares is None or shares.expected.keys() != by_key.keys():
-        usual = _usual(measured, by_key, _lines_that_scale(data), meant)
+        usual = _usual(measured, by_key, lines_that_scale(data), meant)
         shares = Shares(dict.fromkeys(by_key, usual), "")
     return Aim(
         replace(contributions, by_key=by_key),
@@ -396,36 +396,6 @@ def _relative(
 Transfer = tuple[float, tuple[int, int], float, int, float]
 """Measured, (accumulation step, microbatch), documented, how many lines multiply gradients on the rank on which it
 arrived and on the one that holds it, and the standard error of what was measured."""
-
-
-def _lines_that_scale(data: StepData) -> dict[int, int]:
-    """By rank, how many lines of the trainer's multiply gradients where they lie."""
-    writes = {rank: (e for e in events if isinstance(e, GradWrite) and e.op == SCALED)
-              for rank, events in data.events.items()}  # fmt: skip
-    return {rank: len({(one.site.file, one.site.line) for one in of_rank if one.site is not None})
-            for rank, of_rank in writes.items()}  # fmt: skip
-
-
-def _multiplied_by(contributions: Contributions) -> dict[str, float]:
-    """What lines multiply losses by, in all passes or in some of them."""
-    numbers = {number for one in contributions.by_key.values() for number in numbers_of(one)}
-    return {f"what {one.site.short} ({one.written}) multiplies the loss by": one.factor for one in numbers}
-
-
-def _scaled_by(data: StepData) -> dict[str, float]:
-    """What each line multiplies gradients by that does so once in the step, by the same number on every rank."""
-    acted: dict[str, list[int]] = defaultdict(list)
-    factors: dict[str, set[float | None]] = defaultdict(set)
-    for rank, events in data.events.items():
-        for one in events:
-            if isinstance(one, GradWrite) and one.site is not None and one.params is not None:
-                acted[one.site.short].append(rank)
-                factors[one.site.short].add(one.factor)
-    return {
-        f"what {line} multiplies gradients by": factor
-        for line, (factor, *others) in factors.items()
-        if not others and factor is not None and factor != 1 and sorted(acted[line]) == sorted(data.events)
-    }
 
 
 def _as_mean(contributions: Contributions) -> float | None:
