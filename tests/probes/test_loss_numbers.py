@@ -22,11 +22,16 @@ WORKER = Path(__file__).with_name("loss_number_workers.py")
 config = {"mse_weight": 0.3}
 several = 2.0
 several = 4.0
+passed = 5.0
 
 
 @pytest.fixture(scope="module", autouse=True)
 def fork_server() -> None:
     warm_up()
+
+
+def doubled(passed: float) -> float:
+    return 2 * passed
 
 
 def in_place(loss: Tensor) -> Tensor:
@@ -69,6 +74,7 @@ FORMS: dict[str, tuple[Callable[[Tensor], Tensor], list[tuple[float, str, str]]]
     "over lines": (over_lines, [(1 / 6, "/ (ACCUM_STEPS * 2)", "")]),
     "an item": (lambda loss: loss * config["mse_weight"], [(0.3, "* config['mse_weight']", "")]),
     "assigned twice": (lambda loss: loss * several, [(4.0, "* several", "")]),
+    "an argument elsewhere": (lambda loss: loss * passed, [(5.0, "* passed", "")]),
     "a tensor": (lambda loss: loss * torch.tensor(2.0), [(2.0, "* torch.tensor(2.0)", "")]),
     "several": (lambda loss: 0.1 * loss / ACCUM_STEPS, [(1 / 3, "/ ACCUM_STEPS", "3"), (0.1, "* 0.1", "")]),
     "one": (lambda loss: loss * 1, []),
@@ -192,6 +198,7 @@ def test_a_loss_that_is_divided_by_what_its_source_calls_ranks_is_averaged_twice
     (finding,) = trained_on_ranks(tmp_path, variant).findings
     assert (finding.code, finding.factor.expression) == ("GS101", "1/dp_replicate")
     place = f"{WORKER.name}:{line_of('loss = loss / world_size')}"
+    assert finding.explanation.startswith("The losses are means that already weigh what they should, and DDP then")
     assert f"{place} (/ world_size)" in finding.explanation and f"Take it out at {place}" in finding.fix
 
 

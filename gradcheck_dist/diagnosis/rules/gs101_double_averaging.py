@@ -190,6 +190,8 @@ def _loss(case: Case) -> str:
     objective = case.context.objective
     if case.context.relative:
         return "Other gradients are not divided by the ranks (what the losses divide by is not known)"
+    if case.context.of_means:
+        return "The losses are means that already weigh what they should"
     if objective == "global-token-mean":
         return "The loss already divides by the tokens of all ranks"
     return f"The loss already has the whole weight that {objective} asks for"

@@ -14,6 +14,7 @@ from __future__ import annotations
 import ast
 import functools
 import linecache
+from collections import Counter
 from collections.abc import Callable
 from math import isfinite
 from types import CodeType
@@ -80,7 +81,7 @@ def numbers_before(root: Root) -> list[LossNumber]:
         if told is None or factor is None:
             continue
         (site, code, offset), is_reflected = told
-        written = _written(code, offset, is_reflected)
+        written = _written(code.co_filename, code, offset, is_reflected)
         if written is not None:
             found.append(LossNumber(factor, *written, site))
     return found
@@ -98,20 +99,20 @@ def _factor_of(node: Any) -> float | None:
 
 
 @functools.lru_cache(maxsize=1024)
-def _written(code: CodeType, offset: int, is_reflected: bool) -> tuple[str, str] | None:
+def _written(file: str, code: CodeType, offset: int, is_reflected: bool) -> tuple[str, str] | None:
     """ "/ world_size" of `loss / world_size`, and what the one assignment in the file gives that name, "" for none or
-    several. None where the source does not tell."""
+    several. None where the source does not tell. (The same code in two files is equal.)"""
     place = place_of(code, offset)
-    lines = linecache.getlines(code.co_filename)
+    lines = linecache.getlines(file)
     if len(place) != len(("first", "last", "from", "to")) or None in place or len(lines) < (place[1] or 0):
         return None
     first, last, begin, end = (number or 0 for number in place)
-    cut = [line.encode() for line in lines[first - 1 : last]]
-    cut[-1] = cut[-1][:end]
-    cut[0] = cut[0][begin:]
     try:
+        cut = [line.encode() for line in lines[first - 1 : last]]
+        cut[-1] = cut[-1][:end]
+        cut[0] = cut[0][begin:]
         (statement,) = ast.parse(b"".join(cut) if first == last else b"(" + b"".join(cut) + b")").body
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, RecursionError):
         return None
     match statement:
         case ast.Expr(ast.BinOp(left, ast.Mult() | ast.Div() as op, right)):
@@ -124,20 +125,27 @@ def _written(code: CodeType, offset: int, is_reflected: bool) -> tuple[str, str]
             return None
     text = ast.unparse(operand)
     written = f"{sign} ({text})" if isinstance(operand, ast.BinOp) else f"{sign} {text}"
-    is_name = isinstance(operand, ast.Name | ast.Attribute) and not is_installed(code.co_filename)
+    is_name = isinstance(operand, ast.Name | ast.Attribute) and not is_installed(file)
     return written[:LONGEST], _assigned("".join(lines), text)[:LONGEST] if is_name else ""
 
 
 @functools.lru_cache(maxsize=64)
 def _assignments(source: str) -> dict[str, str]:
-    """What names and attributes are assigned in a file, "" for those that are assigned several things."""
+    """What names and attributes are assigned in a file, "" for those that are given several things, or get their value
+    otherwise as well (an argument, a loop's variable)."""
     found: dict[str, str] = {}
+    num_assigned, num_given = Counter[str](), Counter[str]()
     for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.arg):
+            num_given[node.arg] += 1
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            num_given[ast.unparse(node)] += 1
         if isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr | ast.AugAssign) and node.value is not None:
             for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
                 for name, value in _pairs(target, node.value):
                     found[name] = value if found.setdefault(name, value) == value else ""
-    return found
+                    num_assigned[name] += 1
+    return {name: value for name, value in found.items() if num_given[name] == num_assigned[name]}
 
 
 def _pairs(target: ast.expr, value: ast.expr) -> list[tuple[str, str]]:
