@@ -461,6 +461,7 @@ def _finding(case: Case, verdict: StepVerdict) -> Finding:
             case.culprit = answer.culprit
             case.configured_at = configured_at(verdict.data, case.culprit)
         lines = loss_lines(case)
+        fix = "" if lines and rule.CODE == UNEXPLAINED else answer.fix  # which would have these lines looked for
         return Finding(
             code=rule.CODE,
             name=rule.NAME,
@@ -473,7 +474,7 @@ def _finding(case: Case, verdict: StepVerdict) -> Finding:
             ranks=case.ranks,
             first_event=first_event(case, lines),
             explanation=answer.explanation + in_words(lines),
-            fix=mended(case, lines, answer.fix if rule.CODE != UNEXPLAINED or not lines else ""),
+            fix=mended(case, lines, fix),
             suggested_experiment=None if lines else between_rivals(case) or answer.suggested_experiment,
             steps=[case.context.step],
         )

@@ -28,9 +28,8 @@ class Culprit:
     multiplied by this number. `hidden`: by what the causes beside a clip that nobody recorded are off further, where
     its lines divide by another number besides than is assumed. `unheard`: between `event` and `before` others were
     given other ranks' contributions by nothing that was recorded, and this one was not; `elsewhere`: these others are
-    the same gradient on other ranks. `write`: the trainer's own line
-    between the two that an unrecorded change is laid to. `lines`: those that wrote to the gradient there, where it is
-    laid to none.
+    the same gradient on other ranks. `write`: the trainer's own line between the two that an unrecorded change is laid
+    to. `lines`: those that wrote to the gradient there, where it is laid to none.
     """
 
     kind: str
