@@ -87,7 +87,7 @@ def diagnose_run(
             if before is not None and verdict.context.step > before:
                 stopped_at = verdict.context.step
                 break
-            found = any(finding.severity != "info" for finding in verdict.findings)
+            found = bool(verdict.errors)
             waits = waits_for_others(verdict, verdicts) or may_all_be_one_batch(verdict, verdicts)
             found = found and not waits
             num_found += found
@@ -106,7 +106,7 @@ def diagnose_run(
             cursor.unmark(verdict.context.step)
             if found and early is not None:
                 # A copy: concluding joins findings of several steps in place.
-                rests_on = [verdict] if verdict.loud is None and verdict.one_batch is None else verdicts
+                rests_on = verdicts if verdict.rests_on_others else [verdict]
                 early(conclude(cursor.run, deepcopy(rests_on), [], chosen, chosen_from))
                 early = None
     in_columns = watched is not None and watched.first_step is not None

@@ -3,10 +3,10 @@
 ## What it does
 Finds clips that come before the GradScaler's unscaling of the same parameters and act: they scale gradients that are S
 times too large down to max_norm, and unscaling leaves max_norm / S for the optimizer. So do those of several
-optimizers' gradients of which only some are unscaled. A line of the trainer's own that
-divides by a power of two from 32 on behind the clip, and whose division makes the weights right, unscales as well. A
-max_norm that is a written number times S is taken to be meant. A clip by lines of the trainer's own is known by the
-norm that it left: times S it is a written number, and as it is none.
+optimizers' gradients of which only some are unscaled. A line of the trainer's own that divides by a power of two from
+32 on behind the clip, and whose division makes the weights right, unscales as well. A max_norm that is a written number
+times S is taken to be meant. A clip by lines of the trainer's own is known by the norm that it left: times S it is a
+written number, and as it is none.
 
 ## Why it matters
 Nearly every step is clipped, to a norm S times below the one that was asked for: the update depends on max_norm and S

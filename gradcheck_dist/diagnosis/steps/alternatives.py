@@ -108,8 +108,7 @@ def may_all_be_one_batch(verdict: StepVerdict, earlier: Sequence[StepVerdict]) -
     evaluate one batch."""
     if verdict.one_batch is None:
         return False
-    chosen = with_one_batch([*earlier[-1:], verdict])[-1]
-    return not earlier or not any(finding.severity != "info" for finding in chosen.findings)
+    return not earlier or not with_one_batch([*earlier[-1:], verdict])[-1].errors
 
 
 def trained_apart(run: Run, verdicts: Sequence[StepVerdict]) -> Averaged | None:

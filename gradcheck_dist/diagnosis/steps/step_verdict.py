@@ -210,6 +210,11 @@ class StepVerdict:
         return [finding for finding in self.findings if finding.severity != "info"]
 
     @property
+    def rests_on_others(self) -> bool:
+        """Whether other steps bear out what this one is accused of, or take it back."""
+        return self.loud is not None or self.one_batch is not None
+
+    @property
     def all_right(self) -> bool:
         """Whether every weight that could be told is what the objective asks for."""
         return not self.context.relative and all(cell.right for held in self.held for cell in held.cells)

@@ -71,7 +71,7 @@ class EventCard(Static):
             words = between if culprit.unrecorded else known
             text.append(f"FIRST DIVERGENCE: {words}\n", "bold reverse")
         if mark is not None:
-            if culprit is not None and _is_elsewhere(culprit, mark):
+            if culprit is not None and culprit.written is not None:  # wrong by that line, not where it was evaluated
                 _told(text, culprit, width)
             else:
                 _source(text, mark, width, last_line_of(culprit) if culprit is not None else None)
@@ -90,12 +90,6 @@ class EventCard(Static):
             if finding.consequence:
                 text.append("\nwhat it means for this run\n", "bold").append(f"{by_line(finding.consequence)}\n")
         self.update(text)
-
-
-def _is_elsewhere(culprit: FirstEvent, mark: Mark) -> bool:
-    """Whether a loss is wrong by a line that multiplies it, and not where it was evaluated."""
-    site = mark.event.site
-    return culprit.kind == "loss" and site is not None and (culprit.file, culprit.line) != (site.file, site.line)
 
 
 def _source(text: Text, mark: Mark, width: int, until: int | None) -> None:
