@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gradcheck_dist.events import DATA_PARALLEL, FUNCTION, Backward, Event, Loss, LossGradient, PipelineStep, Reduce
+from gradcheck_dist.ledger.combined_losses import collectives_on_numbers, with_collectives
 from gradcheck_dist.wording import numbered
 
 ContributionKey = tuple[int, int, int]
@@ -111,10 +112,12 @@ def losses_of_rank(events: list[Event]) -> LossesOfRank:
     """
     losses = {event.loss_id: event for event in events if isinstance(event, Loss)}
     found: LossesOfRank = defaultdict(list)
+    combining = collectives_on_numbers(events)
     for event in events:
         loss = losses.get(event.loss_id) if isinstance(event, LossGradient) else None
         if isinstance(event, LossGradient) and (loss is None or loss.term == "main"):
-            found[event.accumulation_step, event.microbatch].append((event, losses.get(event.loss_id)))
+            slot = event.accumulation_step, event.microbatch
+            found[slot].append((with_collectives(event, loss, combining.get(slot, ())), loss))
     # A pass of its own for a regulariser is no contribution where others have a loss that counts tokens; a pass of the
     # same function, of which it is not known what it counted there, is.
     known = {loss.op for pairs in found.values() for _, loss in pairs if loss and loss.reduction != UNKNOWN}

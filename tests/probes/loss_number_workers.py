@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.nn import all_reduce
 from torch.nn.parallel import DistributedDataParallel
 
 from gradcheck_dist.probes import attach
@@ -19,7 +20,8 @@ def train(folder: str, variant: str, passes: int = PASSES) -> None:
     """`ranks`: divides by ranks, of which DDP averages; `number`: by as much, which nobody calls so; `twice`: by the
     passes twice, `undivided`: not at all; `loud`: rank 1's losses count three times; `labels`: cross-entropies,
     `likelihood`: a mean of which nobody knows with what it compares, else squared errors. `behind`: a line divides
-    gradients by ranks, too."""
+    gradients by ranks, too. `summed`: ranks add up their losses before backward, `sum alone`: and nothing divides the
+    sum by them; `beside`: a number beside the loss is what they add up."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
@@ -48,6 +50,11 @@ def train(folder: str, variant: str, passes: int = PASSES) -> None:
                         loss /= PASSES
                     if "loud" in variant and rank == 1:
                         loss = 3 * loss
+                    if "summed" in variant:
+                        loss = all_reduce(loss)
+                        loss = loss if "sum alone" in variant else loss / world_size
+                    if "beside" in variant:
+                        loss = loss + 0.1 * all_reduce(output.square().mean())
                     loss.backward()
             for param in model.parameters() if "behind" in variant else ():
                 assert param.grad is not None

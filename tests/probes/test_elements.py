@@ -178,6 +178,10 @@ def test_means_over_unequal_batches_are_right_or_wrong_by_what_is_declared(tmp_p
     left_open = trained(tmp_path / "open", loss, 1 / len(UNEQUAL), UNEQUAL)
     assert (left_open.verdict, left_open.findings) == ("undetermined", [])
     assert "--objective microbatch-mean" in left_open.reasons[0] and "--objective NAME" in next_step(left_open)
+    mean = sum(UNEQUAL) / len(UNEQUAL)
+    low, high = mean / max(UNEQUAL), mean / min(UNEQUAL)
+    if loss is F.mse_loss:  # the other's numbers are those of its mask
+        assert f"weigh from x {low:.4g} to x {high:.4g}" in left_open.reasons[0]
     meant = trained(tmp_path / "meant", loss, 1 / len(UNEQUAL), UNEQUAL, "microbatch-mean")
     assert meant.verdict == "clean"
     (finding,) = trained(tmp_path / "wrong", loss, 1 / len(UNEQUAL), UNEQUAL, "global-token-mean").findings

@@ -234,3 +234,22 @@ def test_the_line_that_divides_tokens_again_is_the_culprit(tmp_path: Path) -> No
     assert (finding.code, finding.factor.expression) == ("GS303", "1/accumulation_steps")
     event = finding.first_event
     assert event is not None and event.line == line_of("loss /= PASSES")
+
+
+@pytest.mark.parametrize("variant", ["summed, sum alone", "labels summed, sum alone"])
+def test_a_collective_on_the_loss_whose_backward_adds_up_is_the_culprit(tmp_path: Path, variant: str) -> None:
+    (finding,) = trained_on_ranks(tmp_path, variant).findings
+    assert (finding.code, finding.factor.expression) == ("GS303", "dp_replicate")
+    event = finding.first_event
+    assert event is not None
+    assert (event.line, event.written) == (line_of("loss = all_reduce(loss)"), "through all_reduce over 2 ranks")
+
+
+@pytest.mark.parametrize("variant", ["summed", "labels summed"])
+def test_the_mean_of_the_ranks_losses_is_right(tmp_path: Path, variant: str) -> None:
+    assert trained_on_ranks(tmp_path, variant).verdict == "clean"
+
+
+def test_a_collective_on_a_number_beside_the_loss_is_no_line_of_the_loss(tmp_path: Path) -> None:
+    (finding,) = trained_on_ranks(tmp_path, "labels undivided beside", 2).findings
+    assert finding.code == "GS303" and "all_reduce" not in finding.explanation

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from functools import reduce
-from math import prod
 from operator import and_
 
 from gradcheck_dist.diagnosis.causes.case import Case
@@ -17,6 +16,7 @@ from gradcheck_dist.diagnosis.causes.vocabulary import RANKS, SCHEDULE
 from gradcheck_dist.diagnosis.weights.cells import Cell
 from gradcheck_dist.diagnosis.weights.named_counts import names_passes, names_ranks, numbers_of
 from gradcheck_dist.events import LossNumber, Site
+from gradcheck_dist.ledger.combined_losses import unseen
 from gradcheck_dist.ledger.contributions import Contribution
 
 LossLine = tuple[Site, str]
@@ -62,24 +62,13 @@ def mended(case: Case, lines: Sequence[LossLine], fix: str) -> str:
 
 def _lines(case: Case, contribution: Contribution, cell: Cell) -> Counter[LossLine]:
     near = max(cell.margin, ROUNDED * abs(cell.ratio))
-    if any(abs(unseen - cell.ratio) <= near for unseen in _unseen(contribution)):
+    gradient, loss = contribution.gradient, contribution.loss
+    if gradient is None or loss is None:
+        return Counter()
+    if any(abs(left - cell.ratio) <= near for left in unseen(gradient, loss)):
         return Counter()  # another line, which nobody saw, does it again
     found = [number for number in numbers_of(contribution) if abs(number.factor - cell.ratio) <= cell.margin]
     return Counter((number.site, number.written) for number in found if not _is_called_otherwise(case, number))
-
-
-def _unseen(contribution: Contribution) -> tuple[float, ...]:
-    """What multiplies a loss's mean or its sum beside the numbers and hooks that are known; () where nothing tells."""
-    gradient, loss = contribution.gradient, contribution.loss
-    if gradient is None or loss is None:
-        return ()
-    seen = prod([gradient.hooks_factor or 1.0, *(number.factor for number in numbers_of(contribution))])
-    if not seen:
-        return ()
-    if gradient.mean_weight is not None:
-        return (gradient.mean_weight / seen,)
-    num = gradient.num_tokens or loss.num_tokens or 1
-    return (gradient.weight / seen, gradient.weight * num / seen)
 
 
 def _is_called_otherwise(case: Case, number: LossNumber) -> bool:

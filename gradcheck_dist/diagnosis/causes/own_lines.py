@@ -235,12 +235,15 @@ def is_divided(data: StepData, culprit: Culprit, held: Sequence[Held], divisor: 
 
 
 def lines_within(data: StepData, culprit: Culprit, held: Sequence[Held]) -> tuple[str, ...]:
-    """The lines that wrote to these gradients between the events of an unrecorded change."""
+    """The lines that wrote to these gradients between the events of an unrecorded change, on its rank or, where none did
+    there, on others that hold them (those that a broadcast overwrites)."""
     if not culprit.unrecorded or culprit.event is None or culprit.before is None:
         return ()
-    rank = rank_of(data, culprit.before)
-    params = params_on(data, held, rank)
-    return lines_that_write(data, rank, params, between(data, culprit, rank), known=True)
+    for rank in dict.fromkeys([rank_of(data, culprit.before), *(rank for one in held for rank in one.ranks)]):
+        params = params_on(data, held, rank)
+        if found := lines_that_write(data, rank, params, between(data, culprit, rank), known=True):
+            return found
+    return ()
 
 
 def lines_that_write(

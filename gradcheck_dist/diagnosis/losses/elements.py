@@ -73,8 +73,8 @@ def by_elements(
             one.expected = expect(asked, one.tokens)
             if _right(one, measured, judge):
                 if asked != objective:
-                    one.reason = OPEN[asked].format(option=f"--objective {asked}")
                     one.asked = expect(objective, one.tokens)
+                    one.reason = OPEN[asked].format(option=f"--objective {asked}") + _how_far(one.expected, one.asked)
                 return one
     for one in counts:
         one.expected = expect(objective, one.tokens)
@@ -83,6 +83,13 @@ def by_elements(
         if _divides_by_all(one) or _changed_apart(one, measured, judge) or _summed_again(one, measured, judge):
             return one
     return None
+
+
+def _how_far(weights: Mapping[ContributionKey, Fraction], asked: Mapping[ContributionKey, Fraction]) -> str:
+    """What a user needs to decide whether it matters which of two objectives is meant: between what numbers the ratios
+    of their weights lie."""
+    ratios = sorted(float(weights[key] / asked[key]) for key in weights if asked.get(key))
+    return f"; by the latter, this step's weigh from x {ratios[0]:.4g} to x {ratios[-1]:.4g}" if ratios else ""
 
 
 def _summed_again(one: Counted, measured: list[Held], judge: Judge) -> bool:

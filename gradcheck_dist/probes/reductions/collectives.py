@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.distributed import distributed_c10d
 
-from gradcheck_dist.events import AFTER, BEFORE
+from gradcheck_dist.events import AFTER, BEFORE, WRITTEN
 from gradcheck_dist.function_apply import in_function
+from gradcheck_dist.probes.optimizers.writes import seen
 from gradcheck_dist.probes.parameters.places import Place
 from gradcheck_dist.probes.parameters.regions import Region, in_memory, main_grad_of
 from gradcheck_dist.probes.parameters.registry import ParamInfo
@@ -153,7 +154,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
 
         @functools.wraps(original)
         def broadcast(*args: Any, **kwargs: Any) -> Any:
-            if recorder.own_optimizer is not None and not is_compiling():
+            if (recorder.own_optimizer is not None or recorder.between_passes) and not is_compiling():
                 before_broadcast(recorder, signature, args, kwargs)
             return original(*args, **kwargs)
 
@@ -231,13 +232,17 @@ def before_reduce(recorder: Recorder, pending: dict[int, _Pending], call: dict[s
 def before_broadcast(
     recorder: Recorder, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """What another rank broadcasts may be a parameter, which that rank's optimizer has updated."""
+    """What another rank broadcasts may be a parameter, which that rank's optimizer has updated, or a gradient."""
     call = bound(recorder, signature, args, kwargs)
-    if call is None or recorder.own_optimizer is None or not _takes_part(call["group"]):
+    if call is None or not _takes_part(call["group"]):
         return
     by_group = call.get("group_src")
-    if (dist.get_rank() != call["src"]) if by_group is None else (dist.get_rank(call["group"]) != by_group):
+    if (dist.get_rank() == call["src"]) if by_group is None else (dist.get_rank(call["group"]) == by_group):
+        return
+    if recorder.own_optimizer is not None:
         recorder.own_optimizer.received(call["tensor"])
+    if recorder.writes is not None and recorder.between_passes:
+        seen(recorder, recorder.writes, WRITTEN, [call["tensor"]], None)
 
 
 @guarded("collectives")
