@@ -235,8 +235,8 @@ def is_divided(data: StepData, culprit: Culprit, held: Sequence[Held], divisor: 
 
 
 def lines_within(data: StepData, culprit: Culprit, held: Sequence[Held]) -> tuple[str, ...]:
-    """The lines that wrote to these gradients between the events of an unrecorded change, on its rank or, where none did
-    there, on others that hold them (those that a broadcast overwrites)."""
+    """The lines that wrote to these gradients between the events of an unrecorded change: on its rank or, where none
+    did so there, on others that hold them (those that a broadcast overwrites)."""
     if not culprit.unrecorded or culprit.event is None or culprit.before is None:
         return ()
     for rank in dict.fromkeys([rank_of(data, culprit.before), *(rank for one in held for rank in one.ranks)]):
