@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from gradcheck_dist.events import StageGradient
+from gradcheck_dist.events import Event, StageGradient
 from gradcheck_dist.ledger.solve import EPSILON
 
 MIN_ELEMENTS = 8
@@ -25,32 +26,53 @@ MayHandOver = Callable[[Place, Place], bool]
 Multiple = Callable[[StageGradient, StageGradient], object]
 
 
+class Misplaced(NamedTuple):
+    """A pass in which an output got the gradient that was `sent` for other activations; None where it got none. `own`
+    is from where that was sent which belongs to it, `entered` its backward pass."""
+
+    place: Place
+    own: Place
+    sent: Place | None
+    entered: Event | None = None
+
+
 def misplaced(
     entered: Mapping[Place, Sequence[StageGradient]],
     sent: Ends,
     known: Container[Place],
     may_hand_over: MayHandOver,
     multiple: Multiple,
-) -> list[Place]:
-    """The passes in which an output got the gradient of other activations, or none, though another stage sent one for
-    what it was given of this output. `sent`: all that left stages, `known`: passes of which something else is told."""
-    found: list[Place] = []
+) -> list[Misplaced]:
+    """The passes in which an output got another's gradient, or none, though another stage sent one for what it was
+    given of this output. `sent`: all that left stages, `known`: passes of which something else is told."""
+    found: list[Misplaced] = []
     for place, ends in entered.items():
         if place in known:
             continue
         near = [(at, one) for at, one in sent if may_hand_over(at, place)]
-        if any(_lacks_its_own(end, near, multiple) for end in ends):
-            found.append(place)
-    return sorted(found)
+        others = [
+            Misplaced(place, own, at)
+            for end in ends
+            if (own := _own(end, near, multiple)) is not None
+            for at in _given(end, near, multiple)
+        ]
+        found += sorted(others, key=lambda one: one.sent is None)[:1]
+    return sorted(found, key=lambda one: one.place)
 
 
-def _lacks_its_own(end: StageGradient, sent: Ends, multiple: Multiple) -> bool:
-    own = [one for _, one in sent if same_forward(end, one)]
-    if not own or not all(_num_told(one.values) >= MIN_ELEMENTS for one in own):
-        return False
-    if any(multiple(end, one) is not None for one in own):
-        return False
-    return not _num_told(end.values) or any(multiple(end, one) is not None for _, one in sent)
+def _own(end: StageGradient, sent: Ends, multiple: Multiple) -> Place | None:
+    """From where a gradient left for what an output is, by its values; None where the output got one of such."""
+    own = [(at, one) for at, one in sent if same_forward(end, one)]
+    if not own or not all(_num_told(one.values) >= MIN_ELEMENTS for _, one in own):
+        return None
+    return None if any(multiple(end, one) is not None for _, one in own) else own[0][0]
+
+
+def _given(end: StageGradient, sent: Ends, multiple: Multiple) -> Iterator[Place | None]:
+    """From where the gradient of an output came: None for nowhere, where it is zero."""
+    if not _num_told(end.values):
+        yield None
+    yield from (at for at, one in sent if multiple(end, one) is not None)
 
 
 def unused(entered: Mapping[Place, Sequence[StageGradient]], sent: Ends, sources: Mapping[Place, Place]) -> list[Place]:

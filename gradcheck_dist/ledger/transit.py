@@ -16,7 +16,7 @@ import numpy as np
 
 from gradcheck_dist.events import Backward, Event, LossGradient, StageGradient
 from gradcheck_dist.ledger.contributions import Contributions
-from gradcheck_dist.ledger.misplaced import misplaced, slots, unused
+from gradcheck_dist.ledger.misplaced import Misplaced, misplaced, slots, unused
 from gradcheck_dist.ledger.solve import EPSILON, ROUNDING
 from gradcheck_dist.ledger.tracks import Slot, StepData
 from gradcheck_dist.wording import numbered
@@ -38,7 +38,7 @@ MAX_TOLD = 3
 LEAST_PART = 0.05
 """A smaller part of an earlier gradient may be noise; what is added up is all of it."""
 
-OF_OTHERS = "outputs the gradients of others"
+NO_GRADIENT = "outputs no gradient but zero"
 SOME_ALONE = "the stage before differentiates some alone"
 
 Place = tuple[int, int, Slot]
@@ -73,29 +73,29 @@ class Transits:
     """By place, the hops between it and the loss that changed its gradient. `unmatched` are ranks of whose gradients
     it was not seen from where they came, `matched` those of which it was. `strange` are passes that began with a
     gradient of the shape of those that another stage sent, and with none of these, or one that another began with;
-    `misplaced` are those that gave an output the gradient of other activations, `unused` those that sent one which no
-    pass begins with."""
+    `misplaced` are those that gave an output the gradient of other activations, or none, `unused` those that sent one
+    which no pass begins with."""
 
     hops: dict[Place, tuple[Hop, ...]] = field(default_factory=dict)
     stale: list[Stale] = field(default_factory=list)
     matched: set[int] = field(default_factory=set)
     unmatched: set[int] = field(default_factory=set)
     strange: list[Place] = field(default_factory=list)
-    misplaced: list[Place] = field(default_factory=list)
+    misplaced: list[Misplaced] = field(default_factory=list)
     unused: list[Place] = field(default_factory=list)
 
     @property
     def reasons(self) -> list[str]:
         """Why nobody knows whether gradients are right that came from another stage, in words."""
-        return [*self._strange, *self._misplaced]
+        return [*self._strange, *self._lost]
 
     @property
-    def _misplaced(self) -> list[str]:
+    def _lost(self) -> list[str]:
         found = []
         for places, words in (
             (
-                self.misplaced,
-                f"backward gives {OF_OTHERS}: what the next stage was given of such an output has another gradient",
+                [one.place for one in self.misplaced if one.sent is None],
+                f"backward gives {NO_GRADIENT}, though what the next stage was given of such an output has one",
             ),
             (
                 self.unused,
@@ -187,7 +187,10 @@ def transits(data: StepData, contributions: Contributions) -> Transits:
     ]
     sent = [pair for of_slot in left.values() for pair in of_slot]
     told = {*explained, *result.strange}
-    result.misplaced = misplaced(entered, sent, told, functools.partial(_may_hand_over, contributions), multiple)
+    result.misplaced = [
+        one._replace(entered=_backward(data, one.place))
+        for one in misplaced(entered, sent, told, functools.partial(_may_hand_over, contributions), multiple)
+    ]
     result.unused = unused(entered, sent, {place: at for place, (at, _) in sources.items()})
     for place in sources:
         chain, at = [], place

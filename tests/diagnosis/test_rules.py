@@ -43,6 +43,7 @@ ELSEWHERE = {
     "GS106": "diagnosis/test_unlike.py",
     "GS202": "probes/test_stage_edges.py",
     "GS203": "probes/test_stage_edges.py",
+    "GS204": "probes/test_stage_edges.py",
     "GS402": "ledger",
     "GS403": "probes/test_repeated_backward.py",
     "GS602": "probes/test_clips.py",

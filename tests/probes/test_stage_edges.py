@@ -35,7 +35,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
 def test_gradients_that_pass_unchanged_or_rounded_are_clean(reports: dict[str, Report], variant: str) -> None:
     report = reports[variant]
     assert report.verdict == "clean"
-    assert {"GS202", "GS203"} <= set(report.rules.passed)
+    assert {"GS202", "GS203", "GS204"} <= set(report.rules.passed)
     assert not [note for note in report.coverage.problems + report.coverage.notes if "on the way" in note]
 
 
@@ -87,22 +87,31 @@ def test_gradients_that_are_none_of_those_that_were_sent_leave_the_verdict_open(
 
 
 @pytest.mark.parametrize(
-    ("variant", "num"),
+    ("variant", "num", "whose"),
     [
-        ("a skip beside, exchanged", 3),
-        ("a skip beside, emptied", 3),
-        ("backward behind all forwards, in another order", 2),  # the one in the middle is right
+        ("a skip beside, exchanged", 3, "another tensor of the same pass"),
+        # The one in the middle is right.
+        ("backward behind all forwards, in another order", 2, "its pass (accumulation step 0, microbatch 0)"),
     ],
 )
-def test_gradients_of_other_activations_leave_the_verdict_open(
-    reports: dict[str, Report], variant: str, num: int
+def test_gradients_of_other_activations_are_found(
+    reports: dict[str, Report], variant: str, num: int, whose: str
 ) -> None:
     """Each gradient that was sent is differentiated once: what was sent forward tells that it is another's."""
-    report = reports[f"by hand, {variant}"]
+    (finding,) = reports[f"by hand, {variant}"].findings
+    assert (finding.code, finding.ranks, finding.severity) == ("GS204", [0], "error")
+    assert f"{num} passes with" in finding.pattern and f"gets the gradient of {whose}" in finding.explanation
+    event = finding.first_event
+    assert event is not None and event.rank == 0
+    assert ("was given in its pass (accumulation step 2, microbatch 0)" in finding.explanation) == ("its pass" in whose)
+    assert "backward(" in Path(str(event.file)).read_text().splitlines()[(event.line or 0) - 1]
+
+
+def test_outputs_without_the_gradient_that_was_sent_leave_the_verdict_open(reports: dict[str, Report]) -> None:
+    report = reports["by hand, a skip beside, emptied"]
     assert (report.verdict, report.findings) == ("undetermined", [])
-    (reason,) = (one for one in report.reasons if "the gradients of others" in one)
-    assert reason.count("(accumulation step") == num and "on rank 0, backward gives outputs" in reason
-    assert "order" in report.next_step
+    (reason,) = (one for one in report.reasons if "no gradient but zero" in one)
+    assert reason.count("(accumulation step") == 3 and "order" in report.next_step
 
 
 def test_a_gradient_that_nobody_differentiates_leaves_the_verdict_open(reports: dict[str, Report]) -> None:

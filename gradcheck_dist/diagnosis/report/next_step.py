@@ -41,7 +41,7 @@ from gradcheck_dist.diagnosis.steps.waiting import SELDOM
 from gradcheck_dist.diagnosis.weights.cells import COUNTED_AGAIN, TOO_FEW
 from gradcheck_dist.diagnosis.words import OF_THE_DATA
 from gradcheck_dist.events import TRAIN_AT_ONCE
-from gradcheck_dist.ledger.transit import OF_OTHERS, SOME_ALONE
+from gradcheck_dist.ledger.transit import NO_GRADIENT, SOME_ALONE
 from gradcheck_dist.trace.store import FORBIDDEN
 
 ALL_SKIPPED = "no optimizer was called, and no gradient was used"
@@ -82,8 +82,8 @@ SAYS = {
     NO_DISTRIBUTION: NO_DISTRIBUTION_SAYS,
     AS_OFTEN: "Call backward() once on each loss. Where one pass is only a look, ask torch.autograd.grad for its "
     "gradient, or empty .grad by zero_grad() behind it.",
-    OF_OTHERS: "Look at the order in which microbatches, or several tensors of one, are sent back, and to which output "
-    "each gradient is given.",
+    NO_GRADIENT: "Look at the order in which microbatches, or several tensors of one, are sent back, and to which "
+    "output each gradient is given.",
     SOME_ALONE: "Give all of these gradients to backward, each with its output; hand on what is to be a constant "
     "without requires_grad.",
     NO_COUNT_TELLS: "Nothing to do where these passes are meant to weigh the term apart (a source or a task each); "

@@ -185,7 +185,7 @@ def judge(case: Case) -> Answer:
         fix = "Look for the reduction or scaling that this parameter's gradient should still have gone through."
         if culprit.missing is not None:
             site = culprit.missing.site
-            line = f" at {site.file}:{site.line}" if site is not None else ""
+            line = f" at {site.short}" if site is not None else ""
             kind = culprit.missing.__struct_config__.tag
             where += f" Other gradients went through the {kind} event{line}; these did not."
     else:

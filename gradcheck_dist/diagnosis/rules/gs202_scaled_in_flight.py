@@ -48,7 +48,7 @@ def judge(case: Case) -> Answer | None:
         return None
     before = culprit.before
     site = before.site if before is not None else None
-    where = f" and backward at {site.file}:{site.line}" if site is not None else ""
+    where = f" and backward at {site.short}" if site is not None else ""
     return Answer(
         explanation=f"Between the stage that sent the gradient (rank {culprit.rank}){where} of the stage before it, "
         f"the gradient was scaled: {case.pattern.text} in all parameters of the earlier stages.",
