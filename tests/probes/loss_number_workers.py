@@ -19,7 +19,8 @@ STEPS, PASSES = 2, 3
 def train(folder: str, variant: str, passes: int = PASSES) -> None:
     """`ranks`: divides by ranks, of which DDP averages; `number`: by as much, which nobody calls so; `twice`: by the
     passes twice, `undivided`: not at all; `loud`: rank 1's losses count three times; `labels`: cross-entropies,
-    `likelihood`: a mean of which nobody knows with what it compares, else squared errors. `behind`: a line divides
+    `likelihood`: a mean of which nobody knows with what it compares, `masked`: over some elements, else squared errors;
+    `half`: half of them. `behind`: a line divides
     gradients by ranks, too. `summed`: ranks add up their losses before backward, `sum alone`: and nothing divides the
     sum by them; `beside`: a number beside the loss is what they add up."""
     dist.init_process_group("gloo")
@@ -38,8 +39,13 @@ def train(folder: str, variant: str, passes: int = PASSES) -> None:
                         loss = F.cross_entropy(output, target.argmax(-1))
                     elif "likelihood" in variant:
                         loss = F.gaussian_nll_loss(output[:, :2], target[:, :2], output[:, 2:].exp())
+                    elif "masked" in variant:
+                        mask = (torch.rand(output.shape) > 0.3).float()
+                        loss = ((output - target).square() * mask).sum() / mask.sum()
                     else:
                         loss = F.mse_loss(output, target)
+                    if "half" in variant:
+                        loss = 0.5 * loss
                     if "undivided" not in variant:
                         loss = loss / PASSES
                     if "ranks" in variant:

@@ -209,12 +209,26 @@ def test_a_number_that_nobody_calls_ranks_may_be_a_coefficient(tmp_path: Path, v
     assert any(f"{WORKER.name}:{line_of('loss = loss / halves')} (/ halves)" in reason for reason in report.reasons)
 
 
+@pytest.mark.parametrize(("variant", "code", "factor"), [("undivided", "GS303", 3), ("ranks", "GS101", 0.5)])
+def test_a_half_that_may_be_the_ranks_hides_no_other_fault(
+    tmp_path: Path, variant: str, code: str, factor: float
+) -> None:
+    (finding,) = trained_on_ranks(tmp_path, f"half, {variant}").findings
+    assert (finding.code, finding.factor.observed) == (code, pytest.approx(factor, rel=1e-4))
+
+
+def test_a_half_that_may_be_the_ranks_and_nothing_else_accuses_nobody(tmp_path: Path) -> None:
+    report = trained_on_ranks(tmp_path, "half")
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert any("(* 0.5) multiplies the loss by" in reason for reason in report.reasons)
+
+
 def test_what_is_off_by_more_than_the_ranks_that_divide_it_accuses_nobody(tmp_path: Path) -> None:
     report = trained_on_ranks(tmp_path, "likelihood ranks undivided")
     assert (report.verdict, report.findings) == ("undetermined", [])
 
 
-@pytest.mark.parametrize("variant", ["loud", "labels loud"])
+@pytest.mark.parametrize("variant", ["loud", "labels loud", "half, loud", "masked, loud"])
 def test_the_line_that_makes_a_rank_loud_is_the_culprit(tmp_path: Path, variant: str) -> None:
     (finding,) = trained_on_ranks(tmp_path, variant).findings
     assert (finding.code, finding.pattern) == ("GS000", "x 3 on data rank 1, the rest right")

@@ -72,10 +72,7 @@ def by_elements(
         for one in counts:
             one.expected = expect(asked, one.tokens)
             if _right(one, measured, judge):
-                if asked != objective:
-                    one.asked = expect(objective, one.tokens)
-                    one.reason = OPEN[asked].format(option=f"--objective {asked}") + _how_far(one.expected, one.asked)
-                return one
+                return by_other(one, asked, objective, expect)
     for one in counts:
         one.expected = expect(objective, one.tokens)
         if one.words == WEIGHTS:
@@ -83,6 +80,14 @@ def by_elements(
         if _divides_by_all(one) or _changed_apart(one, measured, judge) or _summed_again(one, measured, judge):
             return one
     return None
+
+
+def by_other(one: Counted, asked: str, objective: str, expect: Expect) -> Counted:
+    """What is right as `asked`, with what leaves that open where nobody declared it."""
+    if asked != objective:
+        one.asked = expect(objective, one.tokens)
+        one.reason = OPEN[asked].format(option=f"--objective {asked}") + _how_far(one.expected, one.asked)
+    return one
 
 
 def _how_far(weights: Mapping[ContributionKey, Fraction], asked: Mapping[ContributionKey, Fraction]) -> str:

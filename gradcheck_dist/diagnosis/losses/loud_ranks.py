@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
-from gradcheck_dist.diagnosis.losses.elements import SAME, Counted, Expect, Judge, count_by
+from gradcheck_dist.diagnosis.losses.elements import OPEN, SAME, Counted, Expect, Judge, by_other, count_by
 from gradcheck_dist.diagnosis.losses.weighted_tokens import drop_of_constants
 from gradcheck_dist.diagnosis.weights.cells import Cell, Held
 from gradcheck_dist.diagnosis.weights.loops import one_loop
@@ -52,11 +52,12 @@ def loud_ranks(
         counted = count_by(words, contributions)
         if counted is None:
             continue
-        counted.expected = expect(objective, counted.tokens)
-        cells = [cell for held in judge(measured, counted.contributions, counted.expected) for cell in held.cells]
-        found = _loud(cells, counted.tokens)
-        if found is not None:
-            return counted, found
+        for asked in dict.fromkeys((objective, *OPEN)):
+            counted.expected = expect(asked, counted.tokens)
+            cells = [cell for held in judge(measured, counted.contributions, counted.expected) for cell in held.cells]
+            found = _loud(cells, counted.tokens)
+            if found is not None:
+                return by_other(counted, asked, objective, expect), found
     return None
 
 

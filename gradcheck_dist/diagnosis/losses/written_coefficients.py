@@ -3,7 +3,8 @@
 What multiplies every pass's loss on one line, and is called a weight there, is taken for the loss's coefficient: the
 step is judged as if it did not stand there. A plain number may be one too, and hides no other fault then; where nothing
 else is wrong, it may be wrong itself. What is as large as a number of ranks or passes, or one over it, may be a
-division that somebody wrote out, and stays.
+division that somebody wrote out, and stays. Only `0.5 *`, of a squared error, is taken out there, too: what is wrong
+with it and without it is wrong, and what is right with one of the two is no fault that a plain number could hide.
 """
 
 from __future__ import annotations
@@ -29,15 +30,16 @@ def written_coefficients(contributions: Contributions) -> list[LossNumber]:
     return [
         number
         for number in common_numbers(contributions)
-        if (is_called_a_weight(number) or _is_plain(number)) and not is_of_degrees(abs(number.factor), contributions)
+        if is_called_a_weight(number) or _is_plain(number)
+        if not is_of_degrees(abs(number.factor), contributions) or (_is_plain(number) and abs(number.factor) < 1)
     ]
 
 
 def without(contributions: Contributions, coefficients: list[LossNumber]) -> Contributions:
     """The contributions as if these did not stand before their losses."""
-    factor, num = prod(number.factor for number in coefficients), len(coefficients)
+    factor = prod(number.factor for number in coefficients)
     by_key = {
-        key: replace(one, gradient=one.gradient and _over(one.gradient, factor, num), weight=_weight(one, factor))
+        key: replace(one, gradient=one.gradient and _over(one.gradient, coefficients), weight=_weight(one, factor))
         for key, one in contributions.by_key.items()
     }
     return replace(contributions, by_key=by_key)
@@ -62,7 +64,9 @@ def _weight(contribution: Contribution, factor: float) -> float | None:
     return (contribution.weight or 0.0) / factor if counted else contribution.weight
 
 
-def _over(gradient: LossGradient, factor: float, num: int) -> LossGradient:
+def _over(gradient: LossGradient, coefficients: list[LossNumber]) -> LossGradient:
+    factor, num = prod(number.factor for number in coefficients), len(coefficients)
+    numbers = [number for number in gradient.numbers or () if number not in coefficients]
     weights = {name: getattr(gradient, name) for name in _WEIGHED}
     fields = {name: weight / factor for name, weight in weights.items() if weight is not None}
-    return msgspec.structs.replace(gradient, num_factors=max(gradient.num_factors - num, 0), **fields)
+    return msgspec.structs.replace(gradient, num_factors=max(gradient.num_factors - num, 0), numbers=numbers, **fields)

@@ -138,7 +138,7 @@ def judge(case: Case) -> Answer | None:
         return Answer(
             explanation="The losses are means that count nothing: together they weigh "
             f"x {factor:.6g}{name} of what one mean of them would. Passes of one line, one after the other, are added "
-            "up, and the program multiplies them by no number that could be a coefficient: a division is "
+            "up, and the program multiplies them by no further number that could be a coefficient: a division is "
             f"{'missing' if factor > 1 else 'one too many'}.",
             fix=f"Divide each loss by the number of {passes} and average over the data ranks"
             f"{'' if factor > 1 else ', each once'}. Where a sum of means is intended, "
