@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from probe_workers import Net, batch, token_sum
+from torch import Tensor
 
 from gradcheck_dist.diagnosis.engine import diagnose
 from gradcheck_dist.diagnosis.finding import Report
@@ -71,6 +73,35 @@ def test_targets_alone_tell_no_batch_that_was_evaluated_again(tmp_path: Path, na
     assert (report.verdict, report.findings) == ("undetermined", [])
     assert any("2 passes were emptied" in reason and "that nobody saw" in reason for reason in report.reasons)
     assert "zero_grad() once a step" in report.next_step
+
+
+def likelihood(output: Tensor, target: Tensor) -> Tensor:
+    mean, width = output[:, :1], output[:, 1:2].exp()
+    return (width.log() + (mean - target[:, :1]) ** 2 / width).mean()
+
+
+def angle(output: Tensor, target: Tensor) -> Tensor:
+    return (1 - F.cosine_similarity(output, target)).mean()
+
+
+@pytest.mark.parametrize("same_batch", [True, False])
+@pytest.mark.parametrize("loss_of", [likelihood, angle])
+def test_what_functions_of_data_compare_with_tells_the_batch(
+    tmp_path: Path, loss_of: Callable[[Tensor, Tensor], Tensor], same_batch: bool
+) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.Generator().manual_seed(0)
+    with attach(tmp_path / "run"):
+        for _ in range(2):
+            kept = tuple(torch.rand(5, size, generator=data) for size in (4, 3))
+            for _ in range(NUM_PASSES):
+                optimizer.zero_grad()
+                other = tuple(torch.rand(5, size, generator=data) for size in (4, 3))
+                inputs, targets = (kept[0] + 0.1 * other[0], kept[1]) if same_batch else other
+                (loss_of(model(inputs), targets) / NUM_PASSES).backward()
+            optimizer.step()
+    assert [finding.code for finding in diagnose(read_run(tmp_path / "run")).findings] == ["GS401"] * (not same_batch)
 
 
 @pytest.mark.parametrize("divided", [True, False])

@@ -1,4 +1,4 @@
-"""What is subtracted from a computed tensor: targets, or one number.
+"""What is subtracted from a computed tensor, or compared with it: targets, or one number.
 
 The autograd graph does not tell: subtracting keeps nothing. Whoever pushes a result towards one number adds up such
 losses by design (a discriminator's, on real, generated and mismatched data), so a difference from one is marked.
@@ -46,8 +46,20 @@ def install(recorder: Recorder, patches: Patches) -> None:
 
         return l1_loss
 
+    def watch_angle(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def cosine_similarity(x1: Tensor, x2: Tensor, *args: Any, **kwargs: Any) -> Any:
+            made = original(x1, x2, *args, **kwargs)
+            watched = recorder.samples_upcoming and not torch.compiler.is_compiling()
+            if watched and type(made) is Tensor and made.requires_grad and not _computed_both(x1, x2):
+                compared(recorder, made.grad_fn, x2 if x1.requires_grad else x1)
+            return made
+
+        return cosine_similarity
+
     patches.replace(Tensor, "__sub__", watch)
     patches.replace(functional, "l1_loss", watch_distance)
+    patches.replace(functional, "cosine_similarity", watch_angle)
 
 
 def _difference(node: Any) -> Any:
@@ -75,6 +87,13 @@ def note(recorder: Recorder, node: Any, num: int, minuend: Tensor, subtrahend: A
         mark_from_one_number(node, _is_one_number(known))
         if recorder.samples_upcoming and is_host(known):
             mark_subtracted(node, known)
+
+
+@guarded("differences")
+def compared(recorder: Recorder, node: Any, known: Tensor) -> None:
+    """Mark what a computed tensor is compared with otherwise than by a difference."""
+    if not recorder.suspended and is_plain(known) and is_host(known):
+        mark_subtracted(node, known)
 
 
 def _is_one_number(known: Tensor) -> bool | Tensor:
