@@ -17,16 +17,24 @@ STEPS, PASSES = 2, 3
 
 
 def train(folder: str, variant: str, passes: int = PASSES) -> None:
-    """`ranks`: divides by ranks, of which DDP averages; `number`: by as much, which nobody calls so; `twice`: by the
-    passes twice, `undivided`: not at all; `loud`: rank 1's losses count three times; `labels`: cross-entropies,
-    `likelihood`: a mean of which nobody knows with what it compares, `masked`: over some elements, else squared errors;
-    `half`: half of them. `behind`: a line divides
-    gradients by ranks, too. `summed`: ranks add up their losses before backward, `sum alone`: and nothing divides the
-    sum by them; `beside`: a number beside the loss is what they add up."""
+    """Losses are squared errors, or
+
+    - `labels`: cross-entropies, `likelihood`: a mean of which nobody knows with what it compares, `masked`: a mean over
+      some elements, `focal`: over what is multiplied by something that has a gradient.
+
+    They are multiplied by
+
+    - `ranks`: one over the ranks, of which DDP averages; `number`: as much, which nobody calls so; `half`: a half;
+    - `twice`: one over the passes twice, `undivided`: not even once;
+    - `loud`: three on rank 1; `own weight`: a weight of each rank's own.
+
+    `behind`: a line divides gradients by ranks, too. `summed`: ranks add up their losses before backward, `sum alone`:
+    and nothing divides the sum by them; `beside`: a number beside the loss is what they add up."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
     rank, world_size, halves = dist.get_rank(), dist.get_world_size(), 2
+    task_weight = (1.0, 3.0)[rank]
     torch.manual_seed(rank)
     with attach(folder):
         wrapped = DistributedDataParallel(model)
@@ -44,6 +52,9 @@ def train(folder: str, variant: str, passes: int = PASSES) -> None:
                         loss = ((output - target).square() * mask).sum() / mask.sum()
                     else:
                         loss = F.mse_loss(output, target)
+                    if "focal" in variant:
+                        losses = F.cross_entropy(output, target.argmax(-1), reduction="none")
+                        loss = ((1 - (-losses).exp()) ** 2 * losses).mean()
                     if "half" in variant:
                         loss = 0.5 * loss
                     if "undivided" not in variant:
@@ -56,6 +67,8 @@ def train(folder: str, variant: str, passes: int = PASSES) -> None:
                         loss /= PASSES
                     if "loud" in variant and rank == 1:
                         loss = 3 * loss
+                    if "own weight" in variant:
+                        loss = loss * task_weight
                     if "summed" in variant:
                         loss = all_reduce(loss)
                         loss = loss if "sum alone" in variant else loss / world_size

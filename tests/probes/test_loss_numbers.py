@@ -228,12 +228,17 @@ def test_what_is_off_by_more_than_the_ranks_that_divide_it_accuses_nobody(tmp_pa
     assert (report.verdict, report.findings) == ("undetermined", [])
 
 
-@pytest.mark.parametrize("variant", ["loud", "labels loud", "half, loud", "masked, loud"])
+@pytest.mark.parametrize("variant", ["loud", "labels loud", "half, loud", "masked, loud", "focal, loud"])
 def test_the_line_that_makes_a_rank_loud_is_the_culprit(tmp_path: Path, variant: str) -> None:
     (finding,) = trained_on_ranks(tmp_path, variant).findings
     assert (finding.code, finding.pattern) == ("GS000", "x 3 on data rank 1, the rest right")
     event = finding.first_event
     assert event is not None and (event.line, event.written) == (line_of("loss = 3 * loss"), "* 3")
+
+
+def test_a_weight_of_each_rank_s_own_before_a_function_of_the_data_accuses_nobody(tmp_path: Path) -> None:
+    report = trained_on_ranks(tmp_path, "focal, own weight")
+    assert (report.verdict, report.findings) == ("undetermined", [])
 
 
 def test_a_number_that_may_be_that_of_the_passes_is_not_named_for_what_follows(tmp_path: Path) -> None:

@@ -13,8 +13,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from gradcheck_dist.diagnosis.losses.elements import OPEN, SAME, Counted, Expect, Judge, by_other, count_by
 from gradcheck_dist.diagnosis.losses.weighted_tokens import drop_of_constants
+from gradcheck_dist.diagnosis.losses.written_coefficients import is_called_a_weight
 from gradcheck_dist.diagnosis.weights.cells import Cell, Held
 from gradcheck_dist.diagnosis.weights.loops import one_loop
+from gradcheck_dist.diagnosis.weights.named_counts import numbers_of
+from gradcheck_dist.events import LossNumber
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
 from gradcheck_dist.ledger.tracks import StepData
 from gradcheck_dist.wording import numbered
@@ -46,8 +49,10 @@ def loud_ranks(
     losses = [c.loss for c in contributions.by_key.values()]
     if len({loss.op if loss is not None else None for loss in losses}) > 1 or not one_loop(data, contributions):
         return None
-    if any(c.gradient is None or c.gradient.computed for c in contributions.by_key.values()):
+    gradients = [c.gradient for c in contributions.by_key.values()]
+    if any(gradient is None for gradient in gradients):
         return None
+    computed = any(gradient.computed for gradient in gradients if gradient is not None)
     for words in ("entries", "elements"):
         counted = count_by(words, contributions)
         if counted is None:
@@ -56,7 +61,8 @@ def loud_ranks(
             counted.expected = expect(asked, counted.tokens)
             cells = [cell for held in judge(measured, counted.contributions, counted.expected) for cell in held.cells]
             found = _loud(cells, counted.tokens)
-            if found is not None:
+            # What a function of the data weighs may differ between ranks; what one rank's line multiplies by may not.
+            if found is not None and (not computed or _is_written(contributions, found)):
                 return by_other(counted, asked, objective, expect), found
     return None
 
@@ -78,6 +84,21 @@ def _loud(cells: list[Cell], tokens: dict[ContributionKey, int]) -> LoudRanks | 
         abs(factor / made - 1) <= OTHER_COUNTS for ratio in ratios - {1.0} if ratio for made in (ratio, 1 / ratio)
     )
     return LoudRanks(tuple(sorted(loud)), factor) if alike and factor > 0 and not by_count else None
+
+
+def _is_written(contributions: Contributions, found: LoudRanks) -> bool:
+    """Whether a line multiplies the losses of these ranks alone by the number, and calls it no weight."""
+    lines = {
+        key: {
+            number
+            for number in numbers_of(one)
+            if abs(number.factor / found.factor - 1) <= SAME and not is_called_a_weight(number)
+        }
+        for key, one in contributions.by_key.items()
+    }
+    loud = [of_pass for key, of_pass in lines.items() if key[0] in found.ranks]
+    others = set[LossNumber]().union(*(of_pass for key, of_pass in lines.items() if key[0] not in found.ranks))
+    return bool(set[LossNumber].intersection(*loud) - others)
 
 
 def waits_for_others(verdict: StepVerdict, earlier: Sequence[StepVerdict]) -> bool:
