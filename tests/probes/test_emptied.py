@@ -84,8 +84,13 @@ def angle(output: Tensor, target: Tensor) -> Tensor:
     return (1 - F.cosine_similarity(output, target)).mean()
 
 
+def alignment(output: Tensor, target: Tensor) -> Tensor:
+    labels = (target.reshape(1, -1)[:, :3] > 0.5).long() + 1
+    return F.ctc_loss(output.log_softmax(-1)[:, None], labels, torch.tensor([5]), torch.tensor([3]))
+
+
 @pytest.mark.parametrize("same_batch", [True, False])
-@pytest.mark.parametrize("loss_of", [likelihood, angle])
+@pytest.mark.parametrize("loss_of", [likelihood, angle, alignment])
 def test_what_functions_of_data_compare_with_tells_the_batch(
     tmp_path: Path, loss_of: Callable[[Tensor, Tensor], Tensor], same_batch: bool
 ) -> None:

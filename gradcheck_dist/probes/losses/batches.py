@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from gradcheck_dist.compiling import compiles
 from gradcheck_dist.probes.backward import autograd
-from gradcheck_dist.probes.losses.loss_graph import MODEL, name_of, operands_of, saved
+from gradcheck_dist.probes.losses.loss_graph import MAX_NODES, MODEL, name_of, operands_of, saved
 from gradcheck_dist.probes.parameters.stand_ins import is_host, is_plain
 from gradcheck_dist.probes.recording.dynamo import QuietHooks
 from gradcheck_dist.probes.recording.marks import subtracted
@@ -30,8 +30,6 @@ from gradcheck_dist.stats import memory
 MAX_TENSORS, MAX_ELEMENTS = 8, 1 << 20
 """That a module was given, and of each: enough to tell batches apart."""
 MAX_DEPTH = 3
-MAX_NODES = 48
-"""Of a graph, in which a target is looked for."""
 MAX_PARAMS, MAX_VALUES = 8, 4
 """Whose values are looked at, and how many of each."""
 
@@ -147,8 +145,12 @@ def _tensors(given: Any, depth: int = MAX_DEPTH) -> Iterator[Tensor]:
 def targets_of(losses: Sequence[Any], root: Any) -> int | None:
     """The same of the targets that torch's own losses were given, by their nodes, or of what is compared with what a
     root was computed from; None where some are not known."""
-    found = [saved(node, "_saved_target") for node in losses] or _subtracted(root)
+    found = [_target(node) for node in losses] or _subtracted(root)
     return checksum(found) if found and all(isinstance(one, Tensor) for one in found) else None
+
+
+def _target(node: Any) -> Any:
+    return saved(node, "_saved_targets" if name_of(node) == "CtcLossBackward" else "_saved_target")
 
 
 def _subtracted(root: Any) -> list[Tensor]:
