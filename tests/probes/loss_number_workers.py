@@ -28,8 +28,9 @@ def train(folder: str, variant: str, passes: int = PASSES) -> None:
     - `twice`: one over the passes twice, `undivided`: not even once;
     - `loud`: three on rank 1; `own weight`: a weight of each rank's own.
 
-    `behind`: a line divides gradients by ranks, too. `summed`: ranks add up their losses before backward, `sum alone`:
-    and nothing divides the sum by them; `beside`: a number beside the loss is what they add up."""
+    `behind`: a line divides gradients by ranks, too; `again`: one adds up what DDP has reduced. `summed`: ranks add up
+    their losses before backward, `sum alone`: and nothing divides the sum by them; `beside`: a number beside the loss
+    is what they add up."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
@@ -78,5 +79,7 @@ def train(folder: str, variant: str, passes: int = PASSES) -> None:
             for param in model.parameters() if "behind" in variant else ():
                 assert param.grad is not None
                 param.grad /= world_size
+            for param in model.parameters() if "again" in variant else ():
+                dist.all_reduce(param.grad)
             optimizer.step()
             optimizer.zero_grad()

@@ -223,6 +223,14 @@ def test_a_half_that_may_be_the_ranks_and_nothing_else_accuses_nobody(tmp_path: 
     assert any("(* 0.5) multiplies the loss by" in reason for reason in report.reasons)
 
 
+def test_a_half_that_makes_up_for_a_sum_that_is_done_twice_leaves_the_verdict_open(tmp_path: Path) -> None:
+    (finding,) = trained_on_ranks(tmp_path / "alone", "again").findings
+    assert finding.code == "GS102"
+    report = trained_on_ranks(tmp_path / "half", "half, again")
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert "adds up again what these hold alike" in report.reasons[0]
+
+
 def test_what_is_off_by_more_than_the_ranks_that_divide_it_accuses_nobody(tmp_path: Path) -> None:
     report = trained_on_ranks(tmp_path, "likelihood ranks undivided")
     assert (report.verdict, report.findings) == ("undetermined", [])

@@ -11,15 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from itertools import pairwise
 from statistics import median
 
 import msgspec
-import numpy as np
 
+from gradcheck_dist.diagnosis.losses.summed_again import made_up_for, summed_again
 from gradcheck_dist.diagnosis.weights.cells import MAX_SPREAD, Cell, Held
 from gradcheck_dist.diagnosis.weights.degrees import degrees_of, same
-from gradcheck_dist.events import LossGradient, Reduce
+from gradcheck_dist.events import LossGradient
 from gradcheck_dist.ledger.contributions import Contribution, ContributionKey, Contributions
 from gradcheck_dist.wording import numbered
 
@@ -72,12 +71,15 @@ def by_elements(
         for one in counts:
             one.expected = expect(asked, one.tokens)
             if _right(one, measured, judge):
+                one.reason = made_up_for(one.contributions, judge(measured, one.contributions, one.expected))
+                one.asked = one.expected if one.reason else None
                 return by_other(one, asked, objective, expect)
     for one in counts:
         one.expected = expect(objective, one.tokens)
         if one.words == WEIGHTS:
             continue  # no count
-        if _divides_by_all(one) or _changed_apart(one, measured, judge) or _summed_again(one, measured, judge):
+        judged = judge(measured, one.contributions, one.expected)
+        if _divides_by_all(one) or _changed_apart(one, measured, judge) or summed_again(judged):
             return one
     return None
 
@@ -95,27 +97,6 @@ def _how_far(weights: Mapping[ContributionKey, Fraction], asked: Mapping[Contrib
     of their weights lie."""
     ratios = sorted(float(weights[key] / asked[key]) for key in weights if asked.get(key))
     return f"; by the latter, this step's weigh from x {ratios[0]:.4g} to x {ratios[-1]:.4g}" if ratios else ""
-
-
-def _summed_again(one: Counted, measured: list[Held], judge: Judge) -> bool:
-    """Whether all weights are too large by just the ranks of a recorded sum that adds up what these ranks already hold
-    alike: no coefficient is needed to say why."""
-    judged = [held for held in judge(measured, one.contributions, one.expected) if held.cells]
-    return bool(judged) and all(
-        any(all(abs(cell.ratio - ranks) <= SAME * ranks for cell in held.cells) for ranks in _adding_alike(held))
-        for held in judged
-    )
-
-
-def _adding_alike(held: Held) -> set[int]:
-    """By how many a recorded sum multiplied all that all ranks had brought to a gradient."""
-    return {
-        later.event.num_ranks
-        for earlier, later in pairwise(held.replay.history(held.rank))
-        if isinstance(later.event, Reduce) and later.event.op == "sum" and later.event.num_ranks > 1
-        if np.all(earlier.nominal != 0)
-        if np.allclose(later.nominal, earlier.nominal * later.event.num_ranks, rtol=SAME, atol=0.0)
-    }
 
 
 def _changed_apart(one: Counted, measured: list[Held], judge: Judge) -> bool:

@@ -11,6 +11,7 @@ from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.diagnosis.losses.elements import DECLARE
 from gradcheck_dist.diagnosis.losses.marked import ASIDE, ON_THE_WAY
 from gradcheck_dist.diagnosis.losses.several_losses import AS_OFTEN
+from gradcheck_dist.diagnosis.losses.summed_again import ADDED_AGAIN
 from gradcheck_dist.diagnosis.losses.terms_apart import NO_COUNT_TELLS
 from gradcheck_dist.diagnosis.open_cases.own_parameters import NO_SEED, OFF, ONE_SEED, UNSEEN
 from gradcheck_dist.diagnosis.open_cases.parted_heads import PARTED
@@ -105,6 +106,7 @@ SAYS = {
     "record steps in which they are finite.",
     DECLARE: "Declare what is meant: `gradcheck diagnose RUN --objective NAME` judges the same records, NAME being "
     "microbatch-mean, rank-token-mean, sequence-mean or global-token-mean.",
+    ADDED_AGAIN: "Reduce each gradient once over these ranks: drop one of the two sums, and what makes up for it.",
     "or these passes are lost": ONCE_A_STEP,
     "or tokens are missing in the step": ONCE_A_STEP,
     SET_APART: "Nothing to do where each rank is to train a model of its own; else give all ranks' optimizers the same "
