@@ -23,7 +23,8 @@ SAME_DATA_SETTING = "--same-data of `gradcheck run` sets it"
 class Samples:
     """The samples (sequences) that a contribution's tokens seem to belong to: `num` of them, whose weights come to
     `total` and are alike up to `spread`, relative. `shortest` and `longest` are the numbers of tokens of one. `parts`:
-    what seems to be samples are several losses of one head, of several rows each, or of pieces of rows."""
+    what seems to be samples are several losses of one head, of several rows each, or of pieces of rows. `labels`: all
+    of theirs, also ignored ones; 0 where that is not known."""
 
     num: int
     total: float
@@ -31,6 +32,7 @@ class Samples:
     shortest: int
     longest: int
     parts: bool = False
+    labels: int = 0
 
     @property
     def differ(self) -> bool:
@@ -286,6 +288,7 @@ def _samples(pairs: Sequence[tuple[LossGradient, Loss | None]]) -> Samples | Non
         return None
     weights = [one.total / one.num for one in known]
     apart = max(abs(weight - weights[0]) for weight in weights) / (abs(weights[0]) or 1.0)
+    labels = {entry.loss_id: loss.num_labels if loss else None for entry, loss in pairs if entry.num_tokens != 0}
     return Samples(
         num=sum(one.num for one in known),
         total=sum(one.total for one in known),
@@ -293,6 +296,7 @@ def _samples(pairs: Sequence[tuple[LossGradient, Loss | None]]) -> Samples | Non
         shortest=min(one.shortest for one in known),
         longest=max(one.longest for one in known),
         parts=any(entry.part_of is not None for entry, _ in pairs),
+        labels=0 if None in labels.values() else sum(one or 0 for one in labels.values()),
     )
 
 

@@ -24,6 +24,11 @@ class Lengths(NamedTuple):
     longest: int
     row: int
 
+    @property
+    def is_padding(self) -> bool:
+        """Whether it is a count of all labels, also of ignored ones: once, before their shift, or on several ranks."""
+        return self.row > 1 and (self.row <= self.divides < self.row + LONGER or self.divides % self.row == 0)
+
 
 def leave_fixed_lengths_open(verdicts: Sequence[StepVerdict]) -> None:
     """Take such a length for one that may be meant, where nobody declared an objective: in every step all tokens weigh
@@ -36,12 +41,11 @@ def leave_fixed_lengths_open(verdicts: Sequence[StepVerdict]) -> None:
     if len({round(one.factor.observed or 0.0, 4) for one in found}) < 2:
         return  # any constant would do this
     length, longest = steps[0].divides, [one.longest for one in steps]
-    rows = {max(longest), *(one.row for one in steps)} - {0, 1}
-    if not max(longest) <= length >= min(longest) + LONGER or any(one.row > length - LONGER for one in steps):
+    if not max(longest) <= length >= min(longest) + LONGER or all(one.is_padding for one in steps):
         return
-    if any(length > row and length % row == 0 for row in rows) or all(
-        (one.factor.expression or "").startswith(TOKENS_OF_OTHERS) for one in found
-    ):
+    if length > max(longest) > 1 and length % max(longest) == 0:
+        return
+    if all((one.factor.expression or "").startswith(TOKENS_OF_OTHERS) for one in found):
         return
     for verdict in verdicts:
         for finding in verdict.errors:
@@ -66,8 +70,7 @@ def _lengths(verdict: StepVerdict) -> Lengths | None:
     for one in by_key.values():
         if one.samples is None or one.samples.parts:
             return None
-        labels = one.loss.num_labels or 0 if one.loss is not None else 0
-        longest, row = max(longest, one.samples.longest), max(row, labels // one.samples.num)
+        longest, row = max(longest, one.samples.longest), max(row, one.samples.labels // one.samples.num)
         sequences += one.samples.num
     found = verdict.contributions.num_tokens / shape.factor / sequences
     known_to = shape.tolerance * found
