@@ -460,7 +460,7 @@ def _finding(case: Case, verdict: StepVerdict) -> Finding:
         if answer.culprit is not None:
             case.culprit = answer.culprit
             case.configured_at = configured_at(verdict.data, case.culprit)
-        lines = loss_lines(case)
+        lines = loss_lines(case, verdict.held)
         fix = "" if lines and rule.CODE == UNEXPLAINED else answer.fix  # which would have these lines looked for
         return Finding(
             code=rule.CODE,

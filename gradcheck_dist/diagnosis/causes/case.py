@@ -155,7 +155,9 @@ def name_case(case: Case) -> None:
         )
         name = shared if copies == size > 1 else case.context.group_name(size)
         quantities.setdefault(name, float(size))
-        near |= {name, *(axis for axis in ("dp_replicate", "dp_shard") if case.context.axes.get(axis, 1) > 1)}
+        near.add(name)
+        if copies != size or case.culprit.unrecorded:  # a sum over ranks of one batch knows no data ranks
+            near |= {axis for axis in ("dp_replicate", "dp_shard") if case.context.axes.get(axis, 1) > 1}
         if copies > 1 and event.op == "sum" and not case.culprit.unrecorded:  # an average of copies is one of them
             quantities.setdefault(shared, float(copies))
             near.add(shared)

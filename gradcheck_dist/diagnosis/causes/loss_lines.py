@@ -13,7 +13,7 @@ from operator import and_
 
 from gradcheck_dist.diagnosis.causes.case import Case
 from gradcheck_dist.diagnosis.causes.vocabulary import RANKS, SCHEDULE
-from gradcheck_dist.diagnosis.weights.cells import Cell
+from gradcheck_dist.diagnosis.weights.cells import Cell, Held
 from gradcheck_dist.diagnosis.weights.named_counts import names_passes, names_ranks, numbers_of
 from gradcheck_dist.events import LossNumber, Site
 from gradcheck_dist.ledger.combined_losses import unseen
@@ -24,12 +24,15 @@ LossLine = tuple[Site, str]
 ROUNDED = 1e-5
 
 
-def loss_lines(case: Case) -> list[LossLine]:
+def loss_lines(case: Case, judged: Sequence[Held]) -> list[LossLine]:
     """Lines of the program that multiply every loss whose weights are wrong by the very factor that these are off by,
-    and none of the others; the outermost first, the user's own before a library's."""
+    and none of the others; the outermost first, the user's own before a library's. What multiplies a loss is in all of
+    its gradients, so a loss that weighs right in some of what was `judged` is multiplied rightly."""
     by_key = case.context.contributions.by_key
     wrong = {cell.key: cell for _, cell in case.cells if not cell.right}
     if case.terms or not wrong or any(key not in by_key for key in wrong):
+        return []
+    if any(cell.right and cell.expected and cell.key in wrong for held in judged for cell in held.cells):
         return []
     usual = next(iter(wrong.values()))
     if not all(abs(cell.ratio - usual.ratio) <= max(cell.margin, usual.margin) for cell in wrong.values()):

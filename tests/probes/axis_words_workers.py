@@ -1,0 +1,41 @@
+"""Trainers of two axes of as many ranks, in which one of the two is what goes wrong."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+from gradcheck_dist.probes import attach
+
+STEPS, WIDTH, CLASSES = 2, 6, 9
+
+
+def train(folder: str, variant: str) -> None:
+    """Ranks in pairs that evaluate one batch (as of tensor parallelism), below an average over data ranks that the loss
+    makes up for. `again`: what each pair holds whole is summed over it for the norm."""
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    dp = mesh["dp"]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, CLASSES))
+    generator = torch.Generator().manual_seed(dp.get_local_rank())
+    with attach(folder):
+        wrapped = DistributedDataParallel(model, process_group=dp.get_group())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(STEPS):
+            inputs = torch.randn(4 + dp.get_local_rank(), WIDTH, generator=generator)
+            labels = torch.randint(CLASSES, (len(inputs),), generator=generator)
+            tokens = torch.tensor(float(len(inputs)))
+            dist.all_reduce(tokens, group=dp.get_group())
+            loss = F.cross_entropy(wrapped(inputs), labels, reduction="sum") / tokens
+            loss = loss * dp.size()
+            loss.backward()
+            for param in model[1].parameters() if variant == "again" else ():
+                assert param.grad is not None
+                dist.all_reduce(param.grad, group=mesh["tp"].get_group())  # again
+            optimizer.step()
+            optimizer.zero_grad()

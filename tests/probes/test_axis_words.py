@@ -1,0 +1,34 @@
+"""Of two axes of as many ranks the one is named that is wrong, and no line that is right for all others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gradcheck_dist.diagnosis.engine import diagnose
+from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.trace.run import read_run
+from gradcheck_dist.trainer.launch import launch, warm_up
+
+WORKER = Path(__file__).parent / "axis_words_workers.py"
+
+
+def trained(folder: Path, variant: str) -> Report:
+    warm_up()
+    launch("axis_words_workers:train", (str(folder / "run"), variant), 4, timeout_s=100)
+    return diagnose(read_run(folder / "run"))
+
+
+def test_a_right_one_is_clean(tmp_path: Path) -> None:
+    assert trained(tmp_path, "").verdict == "clean"
+
+
+def test_what_is_summed_over_one_batch_s_ranks_is_told_by_their_axis_and_not_by_the_loss(tmp_path: Path) -> None:
+    (finding,) = trained(tmp_path, "again").findings
+    assert (finding.code, finding.factor.expression, finding.num_parameters) == ("GS102", "tp", 2)
+    assert finding.factor.observed == pytest.approx(2.0)
+    assert "The loss is multiplied" not in finding.explanation
+    assert finding.fix.startswith("Leave these parameters out of this sum")
+    event = finding.first_event
+    assert event is not None and WORKER.read_text().splitlines()[(event.line or 0) - 1].endswith("# again")
