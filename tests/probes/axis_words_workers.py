@@ -16,26 +16,34 @@ STEPS, WIDTH, CLASSES = 2, 6, 9
 
 def train(folder: str, variant: str) -> None:
     """Ranks in pairs that evaluate one batch (as of tensor parallelism), below an average over data ranks that the loss
-    makes up for. `again`: what each pair holds whole is summed over it for the norm."""
+    makes up for. `again`: what each pair holds whole is summed over it for the norm. `context`: each rank of a pair has
+    tokens of its own, and they are summed; `averaged`: and divided by two."""
     dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    dp = mesh["dp"]
+    has_own = variant in ("context", "averaged")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp" if has_own else "tp"))
+    dp, pair = mesh["dp"], mesh["cp" if has_own else "tp"]
+    place = dist.get_rank() if has_own else dp.get_local_rank()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, CLASSES))
-    generator = torch.Generator().manual_seed(dp.get_local_rank())
+    generator = torch.Generator().manual_seed(place)
     with attach(folder):
         wrapped = DistributedDataParallel(model, process_group=dp.get_group())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(STEPS):
-            inputs = torch.randn(4 + dp.get_local_rank(), WIDTH, generator=generator)
+            inputs = torch.randn(4 + place, WIDTH, generator=generator)
             labels = torch.randint(CLASSES, (len(inputs),), generator=generator)
             tokens = torch.tensor(float(len(inputs)))
-            dist.all_reduce(tokens, group=dp.get_group())
+            dist.all_reduce(tokens, group=None if has_own else dp.get_group())
             loss = F.cross_entropy(wrapped(inputs), labels, reduction="sum") / tokens
             loss = loss * dp.size()
             loss.backward()
             for param in model[1].parameters() if variant == "again" else ():
                 assert param.grad is not None
-                dist.all_reduce(param.grad, group=mesh["tp"].get_group())  # again
+                dist.all_reduce(param.grad, group=pair.get_group())  # again
+            for param in model.parameters() if has_own else ():
+                assert param.grad is not None
+                dist.all_reduce(param.grad, group=pair.get_group())
+                if variant == "averaged":
+                    param.grad /= 2  # averaged
             optimizer.step()
             optimizer.zero_grad()

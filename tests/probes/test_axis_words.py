@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gradcheck_dist.diagnosis.engine import diagnose
-from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.diagnosis.finding import Finding, Report
 from gradcheck_dist.trace.run import read_run
 from gradcheck_dist.trainer.launch import launch, warm_up
 
@@ -20,8 +20,14 @@ def trained(folder: Path, variant: str) -> Report:
     return diagnose(read_run(folder / "run"))
 
 
-def test_a_right_one_is_clean(tmp_path: Path) -> None:
-    assert trained(tmp_path, "").verdict == "clean"
+def line_of(finding: Finding) -> str:
+    event = finding.first_event
+    return WORKER.read_text().splitlines()[(event.line or 0) - 1] if event is not None else ""
+
+
+@pytest.mark.parametrize("variant", ["", "context"])
+def test_a_right_one_is_clean(tmp_path: Path, variant: str) -> None:
+    assert trained(tmp_path, variant).verdict == "clean"
 
 
 def test_what_is_summed_over_one_batch_s_ranks_is_told_by_their_axis_and_not_by_the_loss(tmp_path: Path) -> None:
@@ -30,5 +36,10 @@ def test_what_is_summed_over_one_batch_s_ranks_is_told_by_their_axis_and_not_by_
     assert finding.factor.observed == pytest.approx(2.0)
     assert "The loss is multiplied" not in finding.explanation
     assert finding.fix.startswith("Leave these parameters out of this sum")
-    event = finding.first_event
-    assert event is not None and WORKER.read_text().splitlines()[(event.line or 0) - 1].endswith("# again")
+    assert line_of(finding).endswith("# again")
+
+
+def test_an_average_is_told_by_the_axis_of_its_group(tmp_path: Path) -> None:
+    (finding,) = trained(tmp_path, "averaged").findings
+    assert (finding.code, finding.factor.expression) == ("GS101", "1/cp")
+    assert line_of(finding).endswith("# averaged")

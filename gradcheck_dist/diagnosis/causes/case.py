@@ -153,10 +153,12 @@ def name_case(case: Case) -> None:
         shared = next(
             (axis for axis in ("tp", "cp", "ep", "pp") if case.context.axes.get(axis) == copies), RANKS_PER_BATCH
         )
-        name = shared if copies == size > 1 else case.context.group_name(size)
+        group = event.group if len(event.group) == size else ()
+        name = shared if copies == size > 1 else case.context.group_name(size, group)
         quantities.setdefault(name, float(size))
         near.add(name)
-        if copies != size or case.culprit.unrecorded:  # a sum over ranks of one batch knows no data ranks
+        along = copies == size or tuple(sorted(group)) in case.context.mesh.lies_along
+        if not along or case.culprit.unrecorded:  # else it knows no other ranks
             near |= {axis for axis in ("dp_replicate", "dp_shard") if case.context.axes.get(axis, 1) > 1}
         if copies > 1 and event.op == "sum" and not case.culprit.unrecorded:  # an average of copies is one of them
             quantities.setdefault(shared, float(copies))

@@ -99,8 +99,11 @@ class StepContext:
         counts = {place.count(one) for one in place}
         return counts.pop() if len(counts) == 1 else 1
 
-    def group_name(self, size: int) -> str:
-        """How a reduce group of this size is called: the axes it spans when exactly one set of them fits."""
+    def group_name(self, size: int, group: Sequence[int] = ()) -> str:
+        """How a reduce group of this size is called: the axis of these ranks where it is known, else the axes it spans
+        when exactly one set of them fits."""
+        if (axis := self.mesh.lies_along.get(tuple(sorted(group)))) is not None:
+            return axis
         dp = {name: self.axes[name] for name in ("dp_replicate", "dp_shard", "cp") if self.axes.get(name, 1) > 1}
         for name, degree in dp.items():
             if degree == size:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 from gradcheck_dist.axes import AXIS_NAMES, MESH_AXES, Axes
@@ -34,11 +34,12 @@ _AROUND = re.compile(r"^mesh_|(_model)?(_parallel)?(_group)?(_gloo)?$")
 @dataclass(frozen=True)
 class Mesh:
     """Degrees by axis and what they rest on ("declared", or in words). `in_order`: nothing speaks against ranks that
-    lie as MESH_AXES orders the axes."""
+    lie as MESH_AXES orders the axes. `lies_along`: the axis of each group of ranks of which it is known."""
 
     axes: dict[str, int]
     rests_on: str
     in_order: bool = True
+    lies_along: dict[tuple[int, ...], str] = field(default_factory=dict)
 
 
 def infer_mesh(run: Run, events: dict[int, list[Event]], contributions: Contributions | None = None) -> Mesh:
@@ -72,13 +73,17 @@ def infer_mesh(run: Run, events: dict[int, list[Event]], contributions: Contribu
     fitting = _fitting(axes, {axis: len(found[0]) for axis, found in named.items()}, run.world_size)
     if fitting is not None and fitting != axes:
         axes = fitting
-        groups |= {(axis, group) for axis, found in named.items() for group in found}
         seen.add("names of process groups")
+    if fitting is None:
+        named = {}
     if not seen:
         nothing = f"no reduction or pipeline was seen among {plural(run.world_size, 'rank')}"
         by_hands = "reductions by hand, which were seen, name no axis"
         return Mesh(axes, f"inferred: {by_hands if by_hand else nothing}; {SETTING}")
-    return Mesh(axes, f"inferred from {', '.join(sorted(seen))}; {SETTING}", _in_order(axes, groups))
+    groups |= {(axis, group) for axis, found in named.items() for group in found}
+    return Mesh(
+        axes, f"inferred from {', '.join(sorted(seen))}; {SETTING}", _in_order(axes, groups), _along(axes, groups)
+    )
 
 
 def exchanging(events: dict[int, list[Event]], contributions: Contributions) -> set[tuple[int, bool]]:
@@ -132,6 +137,15 @@ def _fitting(seen: dict[str, int], named: dict[str, int], world_size: int) -> di
         if fits and data % (seen["dp_replicate"] * seen["dp_shard"]) == 0 and data % axes["ep"] == 0:
             return axes
     return None
+
+
+def _along(axes: dict[str, int], groups: Iterable[tuple[str, tuple[int, ...]]]) -> dict[tuple[int, ...], str]:
+    """The axis of each group that is as large as one axis alone; of a group that two are called by, none."""
+    found: dict[tuple[int, ...], set[str]] = {}
+    for axis, group in groups:
+        if len(group) == axes[axis] > 1:
+            found.setdefault(tuple(sorted(group)), set()).add(axis)
+    return {group: min(names) for group, names in found.items() if len(names) == 1}
 
 
 def _in_order(axes: dict[str, int], groups: set[tuple[str, tuple[int, ...]]]) -> bool:
