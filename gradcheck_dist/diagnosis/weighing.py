@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
+from gradcheck_dist.diagnosis.audits.equal_summands import in_parts
 from gradcheck_dist.diagnosis.audits.verified import left_out, not_summed, not_verified, nothing_verified, verified
 from gradcheck_dist.diagnosis.losses import samples
 from gradcheck_dist.diagnosis.losses.aim import Aim
@@ -152,6 +153,7 @@ class Measurements:
         if alike not in self.known:
             on_the_way = transits(verdict.data, verdict.contributions)
             measured = without_repeats(measure(verdict.data, verdict.contributions, on_the_way), verdict.data)
+            measured = in_parts(measured, verdict.data)
             self.known[alike] = measured, on_the_way
         measured, on_the_way = self.known[alike]
         return [replace(held) for held in measured], on_the_way

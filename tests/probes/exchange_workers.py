@@ -62,6 +62,10 @@ TENSOR = (
     "tensor parallel, bias divided",
     "tensor parallel, bias on every rank",
     "tensor parallel, bias divided in forward alone",
+    "tensor parallel, bias divided, its parts summed",
+    "tensor parallel, bias divided, its parts summed by a hook",
+    "tensor parallel, bias divided, its parts averaged",
+    "tensor parallel, summed by a hook in front of the columns",
     "tensor parallel, bias joined",
     "tensor parallel, bias joined and summed",
     "tensor parallel, shift that softmax leaves out",
@@ -128,6 +132,12 @@ PARTS = ("parts of one batch", "parts of one batch, not divided in backward", "p
 VARIANTS = (*TENSOR, *SEQUENCE, *CONTEXT, *EXPERTS, *SLOTS, *GATHERED, *CONTRASTIVE, *SUMMED, *PARTS)
 
 
+def summed(grad: Tensor) -> Tensor:
+    total = grad.clone()
+    dist.all_reduce(total)
+    return total
+
+
 class Row(nn.Module):
     """The rows of a linear layer that belong to this rank; its bias is everybody's."""
 
@@ -154,14 +164,16 @@ class Block(nn.Module):
             if "functional" in self.variant:
                 enter, leave = FunctionalGather, FunctionalScatter
         else:
-            enter = MeanBack if "averaged" in self.variant else Copy
+            enter = MeanBack if "averaged in backward" in self.variant else Copy
             leave = SumTwice if "again" in self.variant or "added up" in self.variant else Sum
             leave = FunctionalSum if "functional" in self.variant else leave
             if "in place" in self.variant:
                 leave = SumInPlaceTwice if "again" in self.variant else SumInPlace
                 enter = MeanInPlaceBack if "averaged" in self.variant else CopyInPlace
         x = self.norm(h)
-        if "no sum" not in self.variant and "added up" not in self.variant:
+        if "by a hook in front" in self.variant:
+            x.register_hook(summed)
+        elif "no sum" not in self.variant and "added up" not in self.variant:
             x = enter.apply(x)
         x, weight, bias = F.gelu(self.up(x)), self.down.weight, self.down.bias
         if "shift" in self.variant:  # the norm's bias gets no gradient there, as a bias of attention's keys
@@ -192,6 +204,9 @@ class Model(nn.Module):
             self.keys = nn.Linear(WIDTH, WIDTH)
             torch.manual_seed(7 + dist.get_rank())
             self.expert = nn.Linear(WIDTH, WIDTH) if variant in EXPERTS + SLOTS + GATHERED else nn.Identity()
+        for name, param in self.named_parameters():
+            if "its parts summed by a hook" in variant and "down.bias" in name:
+                param.register_hook(summed)
         for name, param in self.named_parameters():  # whose gradients are whole on each rank
             param.requires_grad_("frozen" not in variant or not ("head" in name or "down.bias" in name))
         self.through = [nn.parallel.DistributedDataParallel(self) if variant in PARTS else self]
@@ -348,6 +363,10 @@ def reduce(model: Model) -> None:
             dist.all_reduce(param.grad)
             if "norms summed twice" in model.variant:
                 dist.all_reduce(param.grad)
+        elif "its parts" in model.variant and "down.bias" in name and "by a hook" not in model.variant:
+            dist.all_reduce(param.grad)
+            if "averaged" in model.variant:
+                param.grad /= dist.get_world_size()  # parts averaged
         elif "added up" in model.variant:
             pass
         elif model.variant in SLOTS + GATHERED:

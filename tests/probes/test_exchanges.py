@@ -35,6 +35,9 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
         "tensor parallel, summed in place",
         "tensor parallel, bias joined",
         "tensor parallel, bias divided in forward alone",
+        "tensor parallel, bias divided, its parts summed",
+        "tensor parallel, bias divided, its parts summed by a hook",
+        "tensor parallel, summed by a hook in front of the columns",
         "sequence parallel",
         "sequence parallel, functional",
         "context parallel",
@@ -294,6 +297,14 @@ def test_a_bias_that_every_rank_adds_to_its_summand_is_found(reports: dict[str, 
     assert finding.num_parameters == 2, "what began as zeros and gets one gradient on all ranks is one parameter"
     event = finding.first_event
     assert event is not None and "leave.apply" in Path(str(event.file)).read_text().splitlines()[(event.line or 0) - 1]
+
+
+def test_an_average_of_a_bias_s_equal_parts_leaves_a_part_of_it(reports: dict[str, Report]) -> None:
+    (finding,) = reports["tensor parallel, bias divided, its parts averaged"].findings
+    assert (finding.factor.observed, finding.num_parameters) == (pytest.approx(0.5), 2)
+    event = finding.first_event
+    line = Path(str(event.file)).read_text().splitlines()[(event.line or 0) - 1] if event is not None else ""
+    assert line.endswith("# parts averaged")
 
 
 def test_what_backward_sums_on_another_way_is_no_summand(reports: dict[str, Report]) -> None:

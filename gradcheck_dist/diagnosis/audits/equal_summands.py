@@ -1,16 +1,24 @@
-"""Parameters that tensor-parallel ranks each add to a summand of what they sum, and whose gradient nobody sums."""
+"""Parameters that tensor-parallel ranks each add to a summand of what they sum: their gradient is a sum of equal parts.
+
+Such parts look like copies of the whole gradient. Where nobody sums them, no weight is wrong and the audit tells; where
+somebody does, each rank's weighs as one of so many.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from gradcheck_dist.diagnosis.audits.verified import alike_and_apart
+from gradcheck_dist.diagnosis.audits.verified import are_alike, are_joined
+from gradcheck_dist.diagnosis.weights.cells import Held
 from gradcheck_dist.ledger.exchanges import COPY, SCATTER, SUM, Passed, passed
 from gradcheck_dist.ledger.tracks import ParamKey, StepData, Track
+
+LEAST = 1e-3
+"""Relative: how near to a whole number of times a gradient has to be."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +30,39 @@ class EqualSummands:
     params: frozenset[ParamKey]
 
 
-def equal_summands(data: StepData) -> list[EqualSummands]:
+def equal_summands(data: StepData, held: Iterable[Held]) -> list[EqualSummands]:
+    """Those that nothing adds up, as far as is known of what ranks hold."""
+    summed = {one.param for one in held if one.parts > 1}
+    found: dict[object, tuple[Passed, set[ParamKey]]] = {}
+    for one, keys, tracks in _added_alike(data):
+        if summed.isdisjoint(keys) and not are_joined(data, tracks, one.ranks) and _have_one_gradient(tracks):
+            site = one.first.site
+            found.setdefault((site.file, site.line) if site else None, (one, set()))[1].update(keys)
+    return [EqualSummands(one, frozenset(params)) for one, params in found.values()]
+
+
+def in_parts(measured: list[Held], data: StepData) -> list[Held]:
+    """The same, with the number of equal parts where these are added up: by a reduction over their ranks, or by what
+    nobody recorded and multiplies each by just this number (a hook that all-reduces)."""
+    parts: dict[ParamKey, int] = {}
+    for one, keys, tracks in _added_alike(data):
+        num = len(one.ranks)
+        if are_joined(data, tracks, one.ranks) or _multiplied([held for held in measured if held.param in keys], num):
+            parts |= dict.fromkeys(keys, num)
+    return [replace(held, parts=parts.get(held.param, 1)) for held in measured] if parts else measured
+
+
+def _multiplied(measured: Sequence[Held], num: int) -> bool:
+    """Whether each rank's gradient was measured to be so many times what the records say."""
+    known = [held for held in measured if held.observed is not None and held.nominal is not None]
+    return bool(known) and all(
+        held.nominal.any() and np.allclose(held.observed, num * held.nominal, rtol=LEAST, atol=LEAST * num)
+        for held in known
+        if held.observed is not None and held.nominal is not None
+    )
+
+
+def _added_alike(data: StepData) -> Iterator[tuple[Passed, set[ParamKey], dict[int, Track]]]:
     """Copies of a parameter behind which ranks sum what they made of it: a bias that each tensor-parallel rank adds
     before the all-reduce. Where the ranks' gradients of it differ, the weights tell."""
     named: dict[tuple[int, str], list[tuple[ParamKey, Track]]] = defaultdict(list)
@@ -30,7 +70,6 @@ def equal_summands(data: StepData) -> list[EqualSummands]:
         for rank, track in of_key.items():
             # Biases that began as zeros have names of their own where their module's weights are shards.
             named[rank, key[1].split(" ")[0]].append((key, track))
-    found: dict[object, tuple[Passed, set[ParamKey]]] = {}
     exchanges = list(passed(data.events))
     for one in exchanges:
         if one.forward not in (SUM, SCATTER):
@@ -44,13 +83,10 @@ def equal_summands(data: StepData) -> list[EqualSummands]:
         summed = [other for other in exchanges if other.forward == COPY and other.ranks == one.ranks]
         elsewhere = {name for other in summed for rank, event in other.events.items()
                      for name in _names(data, named, rank, event.params)}  # fmt: skip
-        site = one.first.site
         for name in set.intersection(*names) - elsewhere:
             tracks = {rank: track for rank in one.ranks for _, track in named[rank, name]}
-            if _are_copies(data, tracks, one.ranks):
-                keys = {key for rank in one.ranks for key, _ in named[rank, name]}
-                found.setdefault((site.file, site.line) if site else None, (one, set()))[1].update(keys)
-    return [EqualSummands(one, frozenset(params)) for one, params in found.values()]
+            if are_alike(tracks, one.ranks):
+                yield one, {key for rank in one.ranks for key, _ in named[rank, name]}, tracks
 
 
 def _names(
@@ -65,12 +101,10 @@ def _names(
     }
 
 
-def _are_copies(data: StepData, tracks: Mapping[int, Track], ranks: tuple[int, ...]) -> bool:
-    """Whether ranks hold copies of a parameter, in front of the step and behind it, with one gradient."""
-    if not alike_and_apart(data, tracks, ranks):
-        return False
-    left = [tracks[rank].left for rank in ranks]
-    gradients = [leaf.data for _, leaf in tracks[ranks[0]].leaves.values()]
+def _have_one_gradient(tracks: Mapping[int, Track]) -> bool:
+    """Whether behind the step it is the same on all ranks, as one of them got it."""
+    first, *others = (track.left for track in tracks.values())
+    gradients = [leaf.data for _, leaf in next(iter(tracks.values())).leaves.values()]
     return any(np.nan_to_num(one).any() for one in gradients) and all(
-        one is not None and left[0] is not None and np.allclose(one, left[0], rtol=1e-5, atol=0) for one in left
+        one is not None and first is not None and np.allclose(one, first, rtol=1e-5, atol=0) for one in (first, *others)
     )

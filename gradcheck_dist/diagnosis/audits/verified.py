@@ -175,14 +175,24 @@ def not_summed(data: StepData) -> list[str]:
 
 def alike_and_apart(data: StepData, of_rank: Mapping[int, Track], group: tuple[int, ...]) -> bool:
     """Whether the ranks hold equal values and gradients of a parameter, and no reduction joins them."""
-    first, *others = (of_rank[rank] for rank in group)
+    return not are_joined(data, of_rank, group) and are_alike(of_rank, group)
+
+
+def are_joined(data: StepData, of_rank: Mapping[int, Track], group: tuple[int, ...]) -> bool:
+    """Whether a reduction of a parameter's gradient goes over several of the ranks."""
     for rank in group:
         for event in data.events[rank]:
             if not isinstance(event, Reduce):
                 continue
             joined = {*event.group, *event.replicate_group}
             if len(joined.intersection(group)) > 1 and of_rank[rank].param.id in data.params_of(rank, event.params):
-                return False
+                return True
+    return False
+
+
+def are_alike(of_rank: Mapping[int, Track], group: tuple[int, ...]) -> bool:
+    """Whether the ranks hold equal values of a parameter and got equal gradients."""
+    first, *others = (of_rank[rank] for rank in group)
     for other in others:
         if first.begun is None or other.begun is None or not np.array_equal(first.begun, other.begun):
             return False

@@ -58,7 +58,7 @@ def triggered(context: StepContext) -> bool:
 
 def audit(facts: StepFacts) -> Iterator[Remark]:
     """Summands that are equal on all ranks look like copies of the whole gradient."""
-    for found in equal_summands(facts.data):
+    for found in equal_summands(facts.data, facts.held):
         names = sorted({name.split(" ")[0] for _, name in found.params})
         ranks = found.sum.ranks
         yield Remark(

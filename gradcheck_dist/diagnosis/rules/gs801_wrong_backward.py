@@ -78,7 +78,7 @@ def could_audit(facts: StepFacts) -> bool:
 def audit(facts: StepFacts) -> Iterator[Remark]:
     seen = [hop.factor for hop in facts.on_the_way.all_hops]
     summands = [reason.removeprefix("verify: ") for reason in not_summed(facts.data)]
-    told = {name.split(" ")[0] for one in equal_summands(facts.data) for _, name in one.params}
+    told = {name.split(" ")[0] for one in equal_summands(facts.data, facts.held) for _, name in one.params}
     all_told = all(names <= told for names in unsummed(facts.data).values())
     for wrong in wrong_modules(facts.data.events):
         check = wrong.first

@@ -100,7 +100,8 @@ class Held:
     stages, before it came to the parameter; `observed` contains them. `elsewhere` are data coordinates whose
     tokens are in other ranks' summands of the same gradient. `clip_by_hand` is the coefficient of a clip that nobody
     recorded, where `observed` is freed of one. `alike` are ranks of a large world that came out like this one, and are
-    not looked at themselves.
+    not looked at themselves. `parts`: of so many equal parts on as many ranks, each rank's gradient is one, and their
+    sum is the whole one.
     """
 
     param: ParamKey
@@ -120,6 +121,7 @@ class Held:
     reason: str = ""
     changed_in: str = ""
     alike: tuple[int, ...] = ()
+    parts: int = 1
 
     def freed(self, factor: float) -> Held:
         """The same, freed of a clip that nobody recorded and that multiplied it by `factor`."""
@@ -210,7 +212,7 @@ def _with_cells(held: Held, dues: dict[ContributionKey, _Due], counts: bool) -> 
         due = dues.get(key)
         if due is None:
             continue
-        root, weight = due.root, due.weight
+        root, weight = due.root / held.parts, due.weight
         for group in groups:
             if not any(held.visible[column] and column not in held.replay.basis.empty for column in group):
                 continue

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from gradcheck_dist.probes.backward.roots import Root
+from gradcheck_dist.probes.recording.marks import hooks_of
 
 MAX_NODES = 256
 LEAF_NODE = "torch::autograd::AccumulateGrad"
@@ -21,20 +22,21 @@ def name_of(node: Any) -> str:
 
 def leaves_in_front(tensor: Root, *, through_functions: bool = False) -> list[Tensor]:
     """The leaves that a tensor was computed from by torch's own functions alone; what lies in front of a
-    torch.autograd.Function is left out, for nobody knows what it does to a gradient. `through_functions`: it is not."""
+    torch.autograd.Function, or of a hook of the program's, is left out, for nobody knows what these do to a gradient.
+    `through_functions`: it is not."""
     found: list[Tensor] = []
-    stack: list[Any] = [tensor.grad_fn]
-    seen = set(stack)
+    stack: list[tuple[Any, int]] = [(tensor.grad_fn, tensor.output_nr)]
+    seen: set[Any] = set()
     while stack and len(seen) < MAX_NODES:
-        node = stack.pop()
-        if node is None or (hasattr(type(node), "_forward_cls") and not through_functions):
+        node, output = stack.pop()
+        if node is None or node in seen:
             continue
+        if not through_functions and (hasattr(type(node), "_forward_cls") or hooks_of(node, output)):
+            continue
+        seen.add(node)
         if node.name() == LEAF_NODE:
             found.append(node.variable)
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                stack.append(following)
+        stack += node.next_functions
     return found
 
 
