@@ -17,9 +17,10 @@ STEPS, WIDTH, CLASSES = 2, 6, 9
 def train(folder: str, variant: str) -> None:
     """Ranks in pairs that evaluate one batch (as of tensor parallelism), below an average over data ranks that the loss
     makes up for. `again`: what each pair holds whole is summed over it for the norm. `context`: each rank of a pair has
-    tokens of its own, and they are summed; `averaged`: and divided by two."""
+    tokens of its own, and they are summed; `averaged`: and divided by two; `counted`: losses are sums, and a line divides
+    by the tokens of each pair behind what sums all ranks'."""
     dist.init_process_group("gloo")
-    has_own = variant in ("context", "averaged")
+    has_own = variant in ("context", "averaged", "counted")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp" if has_own else "tp"))
     dp, pair = mesh["dp"], mesh["cp" if has_own else "tp"]
     place = dist.get_rank() if has_own else dp.get_local_rank()
@@ -34,7 +35,8 @@ def train(folder: str, variant: str) -> None:
             labels = torch.randint(CLASSES, (len(inputs),), generator=generator)
             tokens = torch.tensor(float(len(inputs)))
             dist.all_reduce(tokens, group=None if has_own else dp.get_group())
-            loss = F.cross_entropy(wrapped(inputs), labels, reduction="sum") / tokens
+            loss = F.cross_entropy(wrapped(inputs), labels, reduction="sum")
+            loss = loss if variant == "counted" else loss / tokens
             loss = loss * dp.size()
             loss.backward()
             for param in model[1].parameters() if variant == "again" else ():
@@ -45,5 +47,11 @@ def train(folder: str, variant: str) -> None:
                 dist.all_reduce(param.grad, group=pair.get_group())
                 if variant == "averaged":
                     param.grad /= 2  # averaged
+            if variant == "counted":
+                tokens = torch.tensor(float(len(inputs)))
+                dist.all_reduce(tokens, group=pair.get_group())
+                for param in model.parameters():
+                    assert param.grad is not None
+                    param.grad /= tokens  # counted
             optimizer.step()
             optimizer.zero_grad()

@@ -43,3 +43,11 @@ def test_an_average_is_told_by_the_axis_of_its_group(tmp_path: Path) -> None:
     (finding,) = trained(tmp_path, "averaged").findings
     assert (finding.code, finding.factor.expression) == ("GS101", "1/cp")
     assert line_of(finding).endswith("# averaged")
+
+
+def test_a_line_that_counts_the_tokens_of_some_ranks_is_told_with_them(tmp_path: Path) -> None:
+    (finding,) = trained(tmp_path, "counted").findings
+    assert (finding.code, finding.factor.expression) == ("GS305", "num_tokens/N_h")
+    assert "divides by N_h, the tokens of the group (data ranks 0, 1 | 2, 3) of the rank" in finding.explanation
+    assert "over all ranks" in finding.fix
+    assert line_of(finding).endswith("# counted")

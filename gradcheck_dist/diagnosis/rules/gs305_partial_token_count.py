@@ -52,11 +52,11 @@ def judge(case: Case) -> Answer | None:
     times = "" if abs(pattern.factor - 1) <= max(2 * pattern.tolerance, 1e-6) else f", times {factor_in_words(case)}"
     part, num_tokens = pattern.text.partition(" instead")[0], case.context.contributions.num_tokens
     if not at_loss(case):
-        line = f"after the {case.culprit.kind} event"
+        line, named = f"after the {case.culprit.kind} event", (pattern.count or "N / N_r").removeprefix("N / ")
         return Answer(
-            explanation=f"What your code does {line} divides by N_r, {part}, where all N = {num_tokens} tokens of the "
-            f"step should count: the weights are N / N_r{times}, and what different ranks hold is scaled apart. "
-            f"{spread(case)}",
+            explanation=f"What your code does {line} divides by {named}, {part}, where all N = {num_tokens} tokens of "
+            f"the step should count: the weights are N / {named}{times}, and what different ranks hold is scaled "
+            f"apart. {spread(case)}",
             fix="Sum the number of tokens over all ranks that hold other tokens of the step before you divide by it.",
         )
     return Answer(

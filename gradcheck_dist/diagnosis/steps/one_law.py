@@ -205,9 +205,13 @@ def _ratios(pattern: Pattern, verdict: StepVerdict) -> list[float]:
         own, meant = (expected_weights(one, tokens) for one in (pattern.objective, verdict.context.objective))
         return [pattern.factor * float(own[key] / meant[key]) for key in tokens]
     total = sum(tokens.values())
-    if pattern.kind == "partial" and pattern.count == "N / N_r":
-        ranks = sorted({key[0] for key in tokens})
-        return [pattern.factor * total / sum(tokens[key] for key in tokens if key[0] == rank) for rank in ranks]
+    if pattern.kind == "partial" and pattern.count in ("N / N_r", "N / N_h"):
+        of_rank = {(rank, 0, 0): 0 for rank in sorted({key[0] for key in tokens})}
+        for key, count in tokens.items():
+            of_rank[key[0], 0, 0] += count
+        ways = partitions(list(of_rank), verdict.contributions.groups) if pattern.count == "N / N_h" else []
+        in_groups = [way.tokens_of(of_rank) for way in ways if f"({way.words})" in pattern.text]
+        return [pattern.factor * total / count for count in (in_groups or [of_rank])[0].values()]
     if pattern.kind == "power" and pattern.count is not None:
         name, _, power = pattern.count.partition("^")
         counted = shapes.counts(list(tokens), tokens, {}, 0.0).get(name, [])

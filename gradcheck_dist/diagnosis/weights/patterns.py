@@ -346,21 +346,34 @@ def _partial_count(samples: list[Sample], context: StepContext) -> Pattern | Non
 
 
 def _holders_count(samples: list[Sample], context: StepContext) -> Pattern | None:
-    """ratio = factor * N / N_r, N_r being the tokens of the rank that holds the weight, of whichever contribution."""
+    """ratio = factor * N / N_r, N_r being the tokens of the rank that holds the weight, of whichever contribution, or
+    factor * N / N_h, those of a group in which it is."""
     of_rank: dict[int, int] = {}
     for key, contribution in context.contributions.by_key.items():
         of_rank[key[0]] = of_rank.get(key[0], 0) + (contribution.num_tokens or 0)
-    if any(sample.gone or not of_rank.get(sample.holder_data_rank) for sample in samples):
+    holders = [sample.holder_data_rank for sample in samples]
+    if any(sample.gone for sample in samples) or not all(map(of_rank.get, holders)):
         return None
-    counts = np.array([float(of_rank[sample.holder_data_rank]) for sample in samples])
+    if len({sample.key[0] for sample in samples}) < 2:
+        return None
     ratios, tolerances = _arrays(samples)
-    if len({sample.key[0] for sample in samples}) < 2 or shapes.num_constants(1.0 / counts, tolerance_of(samples)) < 2:
-        return None
-    factor = _constant(ratios * counts / sum(of_rank.values()), tolerances)
-    if factor is None or factor <= 0:
-        return None
-    text = f"the tokens of the rank that holds a gradient instead of all: x {ratios.min():.4g} to x {ratios.max():.4g}"
-    return Pattern("partial", text, factor, tolerance=tolerance_of(samples), count="N / N_r", num_parts=len(of_rank))
+    tolerance = tolerance_of(samples)
+    one_each = {(rank, 0, 0): count for rank, count in of_rank.items()}
+    ways = partitions(list(one_each), context.contributions.groups)
+    groups = [(f"group ({way.words}) of the ", way.num_parts, way.tokens_of(one_each)) for way in ways]
+    for whose, num_parts, counted in [("", len(of_rank), one_each), *groups]:
+        counts = np.array([float(counted[rank, 0, 0]) for rank in holders])
+        values = shapes.num_constants(1.0 / counts, tolerance)
+        factor = _constant(ratios * counts / sum(of_rank.values()), tolerances)
+        if values < 2 or factor is None or factor <= 0:
+            continue
+        if whose and len(ways) * (2 * tolerance / SPAN) ** (values - 1) > SURE:
+            continue
+        part = f"the tokens of the {whose}rank that holds a gradient"
+        text = f"{part} instead of all: x {ratios.min():.4g} to x {ratios.max():.4g}"
+        count = "N / N_h" if whose else "N / N_r"
+        return Pattern("partial", text, factor, tolerance=tolerance, count=count, num_parts=num_parts)
+    return None
 
 
 def _place(wrong: list[Sample], samples: list[Sample]) -> str:
