@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 
+from gradcheck_dist.diagnosis.audits.verified import are_alike
 from gradcheck_dist.diagnosis.causes.case import Case
 from gradcheck_dist.diagnosis.words import in_short
 from gradcheck_dist.events import Exchange, Param
@@ -47,10 +49,13 @@ def leave_shards_open(cases: Iterable[Case], data: StepData) -> tuple[list[Case]
 
 
 def _whole_on_stages(key: ParamKey, case: Case, data: StepData) -> bool:
-    """Whether a parameter is a matrix that lies on several pipeline stages, and on one rank of each with each batch."""
+    """Whether a parameter is a matrix that lies on several pipeline stages, and whose ranks on one stage have one
+    gradient of each batch: what it lacks is the other stages'."""
     place, of_rank = case.context.contributions.coordinate, data.tracks.get(key, {})
-    holders = {(place.get(rank, rank), param_key(track.param)) for rank, track in of_rank.items()}
-    return key in data.tied and len(holders) == len(of_rank)
+    holders: dict[tuple[int, ParamKey], list[int]] = defaultdict(list)
+    for rank, track in of_rank.items():
+        holders[place.get(rank, rank), param_key(track.param)].append(rank)
+    return key in data.tied and all(are_alike(of_rank, tuple(ranks)) for ranks in holders.values())
 
 
 def _is_a_summand(case: Case, data: StepData) -> bool:
