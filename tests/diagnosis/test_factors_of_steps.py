@@ -8,7 +8,7 @@ import pytest
 from random_trainers import global_mean
 from simulator import Trainer, World
 
-from gradcheck_dist.diagnosis.finding import Factor, Finding
+from gradcheck_dist.diagnosis.finding import Factor, Finding, FirstEvent
 from gradcheck_dist.diagnosis.judging import judge_step
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict, cause, merged
 
@@ -57,3 +57,15 @@ def test_a_name_that_other_steps_contradict_is_not_told(names: tuple[str, ...], 
         (finding,) = merged(verdicts)
         assert (finding.step, finding.steps) == (step, [0, 1, 2])
         assert f"The factor is that of step {step}:" in finding.explanation
+
+
+def test_one_line_that_reduces_over_groups_of_two_sizes_has_a_factor_for_each() -> None:
+    """As below FSDP2, where experts are averaged over fewer ranks than the rest in one backward pass."""
+    of_few, of_all = (off_by(0, factor) for factor in (0.5, 0.25))
+    for verdict, group in ((of_few, [0, 2]), (of_all, [0, 1, 2, 3])):
+        verdict.findings[0].first_event = FirstEvent(
+            rank=0, seq=7, kind="reduce", op="avg", group=group, file="train.py", line=8
+        )
+    found = merged([replace(of_few, findings=[*of_few.findings, *of_all.findings])])
+    assert [one.factor.observed for one in found] == [0.5, 0.25]
+    assert all(one.explanation == "Off." for one in found)

@@ -43,15 +43,17 @@ HIDDEN = "where a clip by hand hides no division"
 
 def cause(finding: Finding) -> Cause:
     """Equal for what repeats step after step: same rule and same culprit line. Verification is done once, and may find
-    several functions wrong that are applied on one line. A clip by hand is told at what came last before it, which is
-    another event where another gradient is measured best; the step of an own optimizer at which it was noticed."""
+    several functions wrong that are applied on one line, and a line may reduce over groups of several sizes. A clip by
+    hand is told at what came last before it, which is another event where another gradient is measured best; the step
+    of an own optimizer at which it was noticed."""
     event = finding.first_event
     if event is not None and event.op == OWN_OPTIMIZER:
         return (finding.code, OWN_OPTIMIZER)
     if finding.pattern.startswith(BY_HAND):
         return (finding.code, BY_HAND)
     verified = finding.pattern if event is not None and event.kind == "gradient_check" else ""
-    return (finding.code, event and (event.kind, event.op, event.place, event.unrecorded), verified)
+    size = len(event.group) if event is not None and event.kind == "reduce" else 0
+    return (finding.code, event and (event.kind, event.op, event.place, event.unrecorded), verified, size)
 
 
 @dataclass(frozen=True)
