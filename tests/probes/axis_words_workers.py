@@ -17,10 +17,11 @@ STEPS, WIDTH, CLASSES = 2, 6, 9
 def train(folder: str, variant: str) -> None:
     """Ranks in pairs that evaluate one batch (as of tensor parallelism), below an average over data ranks that the loss
     makes up for. `again`: what each pair holds whole is summed over it for the norm. `context`: each rank of a pair has
-    tokens of its own, and they are summed; `averaged`: and divided by two; `counted`: losses are sums, and a line divides
-    by the tokens of each pair behind what sums all ranks'."""
+    tokens of its own, and they are summed; `averaged`: and divided by two; `counted`: losses are sums, and a line
+    divides by the tokens of each pair behind what sums all ranks'; `left out`: the norm is not summed, and the loss
+    does not make up for the average."""
     dist.init_process_group("gloo")
-    has_own = variant in ("context", "averaged", "counted")
+    has_own = variant in ("context", "averaged", "counted", "left out")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp" if has_own else "tp"))
     dp, pair = mesh["dp"], mesh["cp" if has_own else "tp"]
     place = dist.get_rank() if has_own else dp.get_local_rank()
@@ -37,13 +38,15 @@ def train(folder: str, variant: str) -> None:
             dist.all_reduce(tokens, group=None if has_own else dp.get_group())
             loss = F.cross_entropy(wrapped(inputs), labels, reduction="sum")
             loss = loss if variant == "counted" else loss / tokens
-            loss = loss * dp.size()
-            loss.backward()
+            loss = loss if variant == "left out" else loss * dp.size()
+            loss.backward()  # left out
             for param in model[1].parameters() if variant == "again" else ():
                 assert param.grad is not None
                 dist.all_reduce(param.grad, group=pair.get_group())  # again
-            for param in model.parameters() if has_own else ():
+            for name, param in model.named_parameters() if has_own else ():
                 assert param.grad is not None
+                if variant == "left out" and name.startswith("1."):
+                    continue
                 dist.all_reduce(param.grad, group=pair.get_group())
                 if variant == "averaged":
                     param.grad /= 2  # averaged

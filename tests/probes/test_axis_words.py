@@ -51,3 +51,10 @@ def test_a_line_that_counts_the_tokens_of_some_ranks_is_told_with_them(tmp_path:
     assert "divides by N_h, the tokens of the group (data ranks 0, 1 | 2, 3) of the rank" in finding.explanation
     assert "over all ranks" in finding.fix
     assert line_of(finding).endswith("# counted")
+
+
+def test_what_is_lacking_beside_an_average_is_told_apart_from_it(tmp_path: Path) -> None:
+    """The sum that is missing would have divided by nothing, as it does with others: the average alone is too much."""
+    lacking, averaged = sorted(trained(tmp_path, "left out").findings, key=lambda finding: finding.num_parameters)
+    assert (lacking.code, lacking.num_parameters) == ("GS103", 2)
+    assert (averaged.code, averaged.factor.expression, averaged.num_parameters) == ("GS101", "1/dp_replicate", 6)

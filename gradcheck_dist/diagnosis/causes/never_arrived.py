@@ -200,7 +200,8 @@ def _halves(
     halves = []
     for sizes, found in by_sizes.items():
         lefts = [left for left in (*sizes, 1.0) if _as_in_other_passes(found, every, missing, left)]
-        left = min(lefts or (*sizes, 1.0), key=lambda left: _cost(found, left, quantities))
+        beside = _divided_beside(found, every, missing)
+        left = min(lefts or (*sizes, 1.0), key=lambda left: _cost(found, left, quantities, beside))
         for one in found:
             one.shares.clear()
             halves.append(Half(one, culprits[id(one.held)], left, one.cell, one.account))
@@ -216,6 +217,26 @@ def _as_in_other_passes(found: Sequence[Judged], every: Sequence[Judged], missin
     others = [one for one in every if id(one.held) in mine and _slot(one) not in missing and _reductions(one)]
     factors = [prod(step.factor for step in _reductions(one)) for one in others]
     return bool(factors) and all(abs(factor * left - 1) <= LEAST for factor in factors)
+
+
+def _divided_beside(found: Sequence[Judged], every: Sequence[Judged], missing: set[Slot]) -> float | None:
+    """What recorded reductions divide by on the same ranks where they bring to other gradients what is missing in
+    these, beyond what they do to both; None where nothing or several numbers tell."""
+    mine = {(one.held.rank, one.cell.key[1:]): prod(step.factor for step in _reductions(one)) for one in found}
+    gone = {(one.held.rank, one.cell.key) for one in every if _slot(one) in missing and one.gone}
+    slots = {_slot(one) for one in found}
+    factors = [
+        prod(step.factor for step in _reductions(one)) / mine[one.held.rank, one.cell.key[1:]]
+        for one in every
+        if _slot(one) not in slots
+        and (one.held.rank, one.cell.key) in gone
+        and one.account.arrived
+        and _reductions(one)
+        and mine.get((one.held.rank, one.cell.key[1:]))
+    ]
+    if not factors or not factors[0] or any(abs(factor / factors[0] - 1) > LEAST for factor in factors):
+        return None
+    return 1 / factors[0]
 
 
 def _sizes(contributions: Contributions, slot: tuple[int, int], known: set[int], num_arrived: int) -> tuple[float, ...]:
@@ -240,10 +261,13 @@ def _loss_is_right(cell: Cell) -> bool:
     return abs(cell.root_ratio - 1) <= min(max(cell.tolerance, LEAST), MOST)
 
 
-def _cost(found: Sequence[Judged], left: float, quantities: Mapping[str, float]) -> tuple[int, int, float, bool, float]:
+def _cost(
+    found: Sequence[Judged], left: float, quantities: Mapping[str, float], beside: float | None
+) -> tuple[int, int, bool, float, bool, float]:
     """How much is to be explained besides, if the reduction that is missing would have divided by `left`: of those that
     average over so many parts and the one that sums, the one beside which most is right, or, where nothing was reduced
-    and tells which it would be, most losses are, or the rest is simplest."""
+    and tells which it would be, most losses are, or which divides as reductions do `beside`, or the rest is
+    simplest."""
     halves = [_without(one.cell, left) for one in found]
     best = min(range(len(found)), key=lambda index: found[index].tolerance)
     ratio = halves[best].ratio
@@ -252,6 +276,7 @@ def _cost(found: Sequence[Judged], left: float, quantities: Mapping[str, float])
     return (
         sum(not half.right for half in halves),
         sum(not _loss_is_right(half) and not _reductions(one) for half, one in zip(halves, found, strict=True)),
+        beside is not None and abs(beside / left - 1) > LEAST,
         names[0].cost if names else NAMELESS,
         averages == (left == 1.0),
         abs(log(ratio)),
