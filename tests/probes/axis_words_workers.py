@@ -19,17 +19,23 @@ def train(folder: str, variant: str) -> None:
     makes up for. `again`: what each pair holds whole is summed over it for the norm. `context`: each rank of a pair has
     tokens of its own, and they are summed; `averaged`: and divided by two; `counted`: losses are sums, and a line
     divides by the tokens of each pair behind what sums all ranks'; `left out`: the norm is not summed, and the loss
-    does not make up for the average."""
+    does not make up for the average. `alone`, `experts`: without the wrapper, sums over all ranks, of all but the norm
+    or but the head, which is another one on each of a pair; `alone`: and over one rank."""
     dist.init_process_group("gloo")
-    has_own = variant in ("context", "averaged", "counted", "left out")
+    has_own = variant in ("context", "averaged", "counted", "left out", "alone", "experts")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp" if has_own else "tp"))
     dp, pair = mesh["dp"], mesh["cp" if has_own else "tp"]
     place = dist.get_rank() if has_own else dp.get_local_rank()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, CLASSES))
     generator = torch.Generator().manual_seed(place)
+    by_hand = {"alone": "1.", "experts": "2."}.get(variant)
+    own = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    if variant == "experts":
+        torch.manual_seed(1 + pair.get_local_rank())
+        model[2].reset_parameters()
     with attach(folder):
-        wrapped = DistributedDataParallel(model, process_group=dp.get_group())
+        wrapped = model if by_hand else DistributedDataParallel(model, process_group=dp.get_group())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(STEPS):
             inputs = torch.randn(4 + place, WIDTH, generator=generator)
@@ -38,12 +44,18 @@ def train(folder: str, variant: str) -> None:
             dist.all_reduce(tokens, group=None if has_own else dp.get_group())
             loss = F.cross_entropy(wrapped(inputs), labels, reduction="sum")
             loss = loss if variant == "counted" else loss / tokens
-            loss = loss if variant == "left out" else loss * dp.size()
+            loss = loss if variant == "left out" or by_hand else loss * dp.size()
             loss.backward()  # left out
             for param in model[1].parameters() if variant == "again" else ():
                 assert param.grad is not None
                 dist.all_reduce(param.grad, group=pair.get_group())  # again
-            for name, param in model.named_parameters() if has_own else ():
+            for name, param in model.named_parameters() if by_hand else ():
+                assert param.grad is not None
+                if not name.startswith(by_hand or ""):
+                    dist.all_reduce(param.grad)  # of the others
+                if variant == "alone":
+                    dist.all_reduce(param.grad, group=own)
+            for name, param in model.named_parameters() if has_own and not by_hand else ():
                 assert param.grad is not None
                 if variant == "left out" and name.startswith("1."):
                     continue

@@ -58,3 +58,16 @@ def test_what_is_lacking_beside_an_average_is_told_apart_from_it(tmp_path: Path)
     lacking, averaged = sorted(trained(tmp_path, "left out").findings, key=lambda finding: finding.num_parameters)
     assert (lacking.code, lacking.num_parameters) == ("GS103", 2)
     assert (averaged.code, averaged.factor.expression, averaged.num_parameters) == ("GS101", "1/dp_replicate", 6)
+
+
+def test_a_sum_that_is_missing_is_told_where_others_are_summed_and_not_over_one_rank(tmp_path: Path) -> None:
+    (finding,) = trained(tmp_path, "alone").findings
+    assert (finding.code, finding.num_parameters) == ("GS103", 2)
+    assert line_of(finding).endswith("# of the others")
+    assert finding.fix.startswith("Reduce these parameters' gradients too, as axis_words_workers.py:")
+
+
+def test_what_others_are_summed_over_is_not_advised_for_what_fewer_ranks_hold(tmp_path: Path) -> None:
+    (finding,) = trained(tmp_path, "experts").findings
+    assert finding.code == "GS103" and line_of(finding).endswith("# of the others")
+    assert finding.fix.endswith("but over the ranks that hold the same ones alone (0,2 | 1,3).")

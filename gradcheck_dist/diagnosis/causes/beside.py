@@ -25,7 +25,7 @@ def reduced_beside(
             and event.wrapper is None
             and event.impl not in DATA_PARALLEL
             and event.site is not None
-            and not {place.get(other) for other in event.group}.isdisjoint(missing)
+            and not {place.get(other) for other in event.group if other != rank}.isdisjoint(missing)
             and mine.isdisjoint(data.params_of(rank, event.params))
         ]
     return max(found, key=lambda event: event.seq, default=None)

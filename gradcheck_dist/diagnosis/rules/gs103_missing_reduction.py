@@ -41,7 +41,7 @@ import numpy as np
 
 from gradcheck_dist.diagnosis.answer import Answer
 from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
-from gradcheck_dist.diagnosis.causes.alone import divides_alone, reduced_alone
+from gradcheck_dist.diagnosis.causes.alone import divides_alone, is_alone, reduced_alone
 from gradcheck_dist.diagnosis.causes.case import Case
 from gradcheck_dist.diagnosis.causes.culprit import kind_of
 from gradcheck_dist.diagnosis.finding import Factor
@@ -101,8 +101,8 @@ def judge(case: Case) -> Answer | None:
         else ""
     )
     others = [cell for held in case.held for cell in held.cells if _is_foreign(case, held.rank, cell.key[0])]
-    reduced = any(map(_reductions, case.held))
-    what = "no reduction over these ranks" if reduced else "no reduction"
+    reduced = any(not is_alone(event) for held in case.held for event in _reductions(held))
+    what = "no reduction over these ranks" if any(map(_reductions, case.held)) else "no reduction"
     apart = (
         " No gradient was reduced at all: where ranks are meant to train apart and average their parameters every few "
         "steps (local SGD, DiLoCo), that is right."
@@ -121,7 +121,7 @@ def judge(case: Case) -> Answer | None:
             "copy piece by piece), and wait() for reductions that are asynchronous.",
             culprit=replace(case.culprit, kind="reduce", event=aside),
         )
-    if alone := reduced_alone(case.held):
+    if (alone := reduced_alone(case.held)) and _beside(case) is None:
         divides = max(map(divides_alone, alone))
         and_divides = f", and divides by {divides:g} in each pass as if more had joined" if divides > 1 else ""
         return Answer(
@@ -181,7 +181,14 @@ def _mended(case: Case, lacking: str | None, beside: Reduce | None) -> str:
         at = early.site.short if early.site is not None else "this reduction"
         return f"Reduce once, after the last backward of the step: {at} runs before it."
     if beside and beside.site:
-        return f"Reduce these parameters' gradients too, as {beside.site.short} does with the others."
+        holders = _holders(case)
+        if all(set(beside.group) <= ranks for ranks in holders if not ranks.isdisjoint(beside.group)):
+            return f"Reduce these parameters' gradients too, as {beside.site.short} does with the others."
+        over = " | ".join(",".join(map(str, sorted(ranks))) for ranks in sorted(holders, key=min))
+        return (
+            f"Reduce these parameters' gradients too, as {beside.site.short} does with the others, but over the ranks "
+            f"that hold the same ones alone ({over})."
+        )
     wrong = {cell.key for _, cell in case.cells if not cell.right}
     if case.configured_at is not None and case.context.again and wrong <= case.context.again.keys():
         return (
@@ -269,6 +276,14 @@ def _stepped_ahead(case: Case) -> OptimizerStep | None:
 def _reductions(held: Held) -> list[Reduce]:
     """What reduced a gradient on its rank, in order."""
     return [entry.event for entry in held.replay.history(held.rank) if isinstance(entry.event, Reduce)]
+
+
+def _holders(case: Case) -> set[frozenset[int]]:
+    """The ranks that hold each parameter."""
+    found: dict[ParamKey, set[int]] = defaultdict(set)
+    for held in case.held:
+        found[held.param].update(held.ranks)
+    return {frozenset(ranks) for ranks in found.values()}
 
 
 def _too_early(case: Case) -> Reduce | None:
