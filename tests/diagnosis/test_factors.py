@@ -57,6 +57,13 @@ def test_the_name_of_the_events_own_number_is_preferred() -> None:
     assert names[0].expression == "1/dp_replicate"
 
 
+def test_padded_tokens_are_no_squares_of_two_degrees() -> None:
+    degrees = {"microbatches": 4.0, "world_size": 4.0, "pp": 2.0}
+    assert name_number(186 / 256, {**degrees, "num_tokens": 186.0}, 1e-6) == []
+    (name, *_) = name_number(186 / 16, {**degrees, "num_tokens": 186.0}, 1e-6)
+    assert dict(name.powers)["num_tokens"] == 1
+
+
 def test_the_product_of_two_own_numbers_is_preferred_to_the_square_of_one() -> None:
     """HSDP of 2 x 2 ranks that lacks its division by 4: all ranks are no axis of the reduction, and 2^2 is no group."""
     degrees = {"dp_replicate": 2.0, "dp_shard": 2.0, "world_size": 4.0, "accumulation_steps": 3.0}

@@ -164,7 +164,8 @@ def _beside(case: Case) -> Reduce | None:
 def _mended(case: Case, lacking: str | None, beside: Reduce | None) -> str:
     """What lets the reduction follow that did not; `lacking` tells of one over too few ranks, `beside` is that of other
     gradients."""
-    reductions = [_reductions(held) for held in case.held]
+    reductions, holders = [_reductions(held) for held in case.held], _holders(case)
+    over = " | ".join(",".join(map(str, sorted(ranks))) for ranks in sorted(holders, key=min))
     if all(found and is_partial(found[-1]) for found in reductions):
         return (
             "Let HSDP all-reduce over the replicas in the last backward of the step: set_requires_all_reduce(True) "
@@ -181,14 +182,10 @@ def _mended(case: Case, lacking: str | None, beside: Reduce | None) -> str:
         at = early.site.short if early.site is not None else "this reduction"
         return f"Reduce once, after the last backward of the step: {at} runs before it."
     if beside and beside.site:
-        holders = _holders(case)
+        as_others = f"Reduce these parameters' gradients too, as {beside.site.short} does with the others"
         if all(set(beside.group) <= ranks for ranks in holders if not ranks.isdisjoint(beside.group)):
-            return f"Reduce these parameters' gradients too, as {beside.site.short} does with the others."
-        over = " | ".join(",".join(map(str, sorted(ranks))) for ranks in sorted(holders, key=min))
-        return (
-            f"Reduce these parameters' gradients too, as {beside.site.short} does with the others, but over the ranks "
-            f"that hold the same ones alone ({over})."
-        )
+            return f"{as_others}."
+        return f"{as_others}, but over the ranks that hold the same ones alone ({over})."
     wrong = {cell.key for _, cell in case.cells if not cell.right}
     if case.configured_at is not None and case.context.again and wrong <= case.context.again.keys():
         return (
@@ -196,6 +193,11 @@ def _mended(case: Case, lacking: str | None, beside: Reduce | None) -> str:
             "and this one differentiates its loss again."
         )
     sync = getattr(case.event, "sync", None)
+    if sync and len(holders) > 1:  # experts, of which a wrapper over all ranks would make one
+        return (
+            f"Reduce these parameters' gradients by hand over the ranks that hold the same ones ({over}) after the "
+            "last backward, and divide by as much as the wrapper divides the others by."
+        )
     if sync:
         return (
             "Make these parameters part of the wrapped module before it is wrapped, and list none as ignored: the "

@@ -135,9 +135,12 @@ def _simplest(name: Name) -> tuple[float, str]:
 
 def _coincides(powers: tuple[tuple[str, int], ...], number: float) -> bool:
     """Whether a product of a token count with squares is a fraction of small numbers, which few tokens make up easily:
-    4/12 is 1/3."""
-    if not any(name == TOKENS for name, _ in powers) or max(abs(power) for _, power in powers) == 1:
+    4/12 is 1/3. Or one with the squares of two degrees, as padded tokens are where all of these are powers of two."""
+    squares = sum(abs(power) > 1 for _, power in powers)
+    if not squares or not any(name == TOKENS for name, _ in powers):
         return False
+    if squares > 1:
+        return True
     fraction = Fraction(number).limit_denominator(SMALL)
     return fraction.numerator <= SMALL and abs(float(fraction) / number - 1) < 1e-9
 
