@@ -66,6 +66,7 @@ TENSOR = (
     "tensor parallel, bias divided, its parts summed by a hook",
     "tensor parallel, bias divided, its parts averaged",
     "tensor parallel, summed by a hook in front of the columns",
+    "tensor parallel, summed by a hook of the norm's module",
     "tensor parallel, bias joined",
     "tensor parallel, bias joined and summed",
     "tensor parallel, shift that softmax leaves out",
@@ -152,6 +153,8 @@ class Block(nn.Module):
         super().__init__()
         self.variant = variant
         self.norm = nn.LayerNorm(WIDTH)
+        if "hook of the norm" in variant:
+            self.norm.register_full_backward_pre_hook(lambda _, grads: (summed(grads[0]),))
         torch.manual_seed(100 * index + (0 if "one seed" in variant else dist.get_rank()))
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), Row()
         torch.manual_seed(index)
@@ -173,6 +176,8 @@ class Block(nn.Module):
         x = self.norm(h)
         if "by a hook in front" in self.variant:
             x.register_hook(summed)
+        elif "hook of the norm" in self.variant:
+            pass
         elif "no sum" not in self.variant and "added up" not in self.variant:
             x = enter.apply(x)
         x, weight, bias = F.gelu(self.up(x)), self.down.weight, self.down.bias

@@ -38,6 +38,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
         "tensor parallel, bias divided, its parts summed",
         "tensor parallel, bias divided, its parts summed by a hook",
         "tensor parallel, summed by a hook in front of the columns",
+        "tensor parallel, summed by a hook of the norm's module",
         "sequence parallel",
         "sequence parallel, functional",
         "context parallel",

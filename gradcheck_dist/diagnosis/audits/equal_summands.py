@@ -65,12 +65,14 @@ def _multiplied(measured: Sequence[Held], num: int) -> bool:
 def _added_alike(data: StepData) -> Iterator[tuple[Passed, set[ParamKey], dict[int, Track]]]:
     """Copies of a parameter behind which ranks sum what they made of it: a bias that each tensor-parallel rank adds
     before the all-reduce. Where the ranks' gradients of it differ, the weights tell."""
+    exchanges = list(passed(data.events))
+    if not any(one.forward in (SUM, SCATTER) for one in exchanges):
+        return
     named: dict[tuple[int, str], list[tuple[ParamKey, Track]]] = defaultdict(list)
     for key, of_key in data.tracks.items():
         for rank, track in of_key.items():
             # Biases that began as zeros have names of their own where their module's weights are shards.
             named[rank, key[1].split(" ")[0]].append((key, track))
-    exchanges = list(passed(data.events))
     for one in exchanges:
         if one.forward not in (SUM, SCATTER):
             continue

@@ -254,6 +254,8 @@ def factor_of(case: Case, quantities: Mapping[str, float] | None = None) -> Fact
     if wrong and abs(pattern.factor - 1) <= 2 * tolerance:  # most are right; what is told is the factor of the rest
         middle = wrong[len(wrong) // 2]
         return Factor(observed=0.0 if abs(middle) <= tolerance else middle, tolerance=tolerance)  # and no -2e-34
+    if pattern.kind == "other":
+        return Factor(observed=pattern.factor, tolerance=tolerance)  # a median, which degrees make by chance
     return Factor(
         observed=pattern.factor,
         exact=exact_fraction(pattern.factor, 2 * tolerance),

@@ -59,6 +59,7 @@ from gradcheck_dist.probes.activations.exchange_layout import (
     unread,
 )
 from gradcheck_dist.probes.activations.own_parts import Gathers
+from gradcheck_dist.probes.activations.ways import OF_MODULE
 from gradcheck_dist.probes.backward import autograd
 from gradcheck_dist.probes.backward.graph_leaves import leaves_in_front, shifted_leaves
 from gradcheck_dist.probes.backward.roots import Root
@@ -124,6 +125,8 @@ class Exchanges:
         elif self.recorder.current is not None:
             node: Any = torch._C._current_autograd_node()  # type: ignore[attr-defined]
             cls = getattr(type(node), "_forward_cls", None)
+            if node is not None and node.name() == OF_MODULE:
+                cls = None  # a module's hook acts behind its backward, where nobody looks
             if cls is not None and not cls.__module__.startswith(_OWN_SEMANTICS):
                 ranks = call().ranks
                 self._backward[cls] = ranks if self._backward.get(cls, ranks) == ranks else None
