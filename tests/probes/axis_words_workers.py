@@ -20,9 +20,10 @@ def train(folder: str, variant: str) -> None:
     tokens of its own, and they are summed; `averaged`: and divided by two; `counted`: losses are sums, and a line
     divides by the tokens of each pair behind what sums all ranks'; `left out`: the norm is not summed, and the loss
     does not make up for the average. `alone`, `experts`: without the wrapper, sums over all ranks, of all but the norm
-    or but the head, which is another one on each of a pair; `alone`: and over one rank."""
+    or but the head, which is another one on each of a pair; `alone`: and over one rank. `empty`: tokens are counted
+    over data ranks alone, and one rank has none in the first step, another in the second."""
     dist.init_process_group("gloo")
-    has_own = variant in ("context", "averaged", "counted", "left out", "alone", "experts")
+    has_own = variant in ("context", "averaged", "counted", "left out", "alone", "experts", "empty")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp" if has_own else "tp"))
     dp, pair = mesh["dp"], mesh["cp" if has_own else "tp"]
     place = dist.get_rank() if has_own else dp.get_local_rank()
@@ -37,11 +38,13 @@ def train(folder: str, variant: str) -> None:
     with attach(folder):
         wrapped = model if by_hand else DistributedDataParallel(model, process_group=dp.get_group())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(STEPS):
+        for step in range(STEPS):
             inputs = torch.randn(4 + place, WIDTH, generator=generator)
             labels = torch.randint(CLASSES, (len(inputs),), generator=generator)
-            tokens = torch.tensor(float(len(inputs)))
-            dist.all_reduce(tokens, group=None if has_own else dp.get_group())
+            if variant == "empty" and place == 1 + 2 * step:
+                labels[:] = -100
+            tokens = torch.tensor(float((labels >= 0).sum()))
+            dist.all_reduce(tokens, group=None if has_own and variant != "empty" else dp.get_group())
             loss = F.cross_entropy(wrapped(inputs), labels, reduction="sum")
             loss = loss if variant == "counted" else loss / tokens
             loss = loss if variant == "left out" or by_hand else loss * dp.size()

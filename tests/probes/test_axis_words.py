@@ -71,3 +71,9 @@ def test_what_others_are_summed_over_is_not_advised_for_what_fewer_ranks_hold(tm
     (finding,) = trained(tmp_path, "experts").findings
     assert finding.code == "GS103" and line_of(finding).endswith("# of the others")
     assert finding.fix.endswith("but over the ranks that hold the same ones alone (0,2 | 1,3).")
+
+
+def test_a_count_over_some_ranks_is_one_finding_where_other_ranks_have_no_tokens_in_other_steps(tmp_path: Path) -> None:
+    (finding,) = trained(tmp_path, "empty").findings
+    assert (finding.code, finding.steps) == ("GS305", [0, 1])
+    assert "the tokens of data ranks 0, 2 | 1, 3, where" in finding.explanation

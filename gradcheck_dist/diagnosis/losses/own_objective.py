@@ -66,7 +66,7 @@ def own_objective(
         other = expected_weights(name, tokens)
         if _proportional(measured, np.array([float(other[key]) for key in expected]), near):
             return OwnObjective(target.filled(other))
-    for way in partitions(list(expected), contributions.groups):
+    for way in partitions(list(expected), contributions.groups, contributions.coordinate.values()):
         counted = way.tokens_of({key: tokens[key] for key in expected})
         if _proportional(measured, np.array([1.0 / counted[key] for key in expected]), near):
             means = {key: Fraction(1, way.num_parts * count) for key, count in counted.items()}

@@ -30,10 +30,14 @@ class Partition:
         return {key: total[self.part[key]] for key in tokens}
 
 
-def partitions(keys: Sequence[ContributionKey], recorded: Iterable[Collection[int]] = ()) -> list[Partition]:
+def partitions(
+    keys: Sequence[ContributionKey], recorded: Iterable[Collection[int]] = (), everyone: Iterable[int] = ()
+) -> list[Partition]:
     """All ways to count a part of the step, but for those that have objectives of their own (each rank's tokens, each
-    contribution's), simplest first. `recorded`: the data ranks of each group that reduced something."""
+    contribution's), simplest first. `recorded`: the data ranks of each group that reduced something. `everyone`: all
+    data ranks, also those that have no tokens."""
     ranks, steps, microbatches = ({key[axis] for key in keys} for axis in range(3))
+    ranks |= set(everyone)
     found: dict[tuple[tuple[int, int, int], ...], Partition] = {}
     for group in _groups(ranks, recorded):
         for own_step in (False, True)[: 1 + (len(steps) > 1)]:

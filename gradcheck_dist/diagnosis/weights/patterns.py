@@ -307,7 +307,7 @@ def _partial_count(samples: list[Sample], context: StepContext) -> Pattern | Non
     tokens = {key: c.num_tokens for key, c in context.contributions.by_key.items() if c.num_tokens}
     if any(sample.gone or sample.key not in tokens for sample in samples):
         return None
-    ways = partitions(list(tokens), context.contributions.groups)
+    ways = partitions(list(tokens), context.contributions.groups, context.contributions.coordinate.values())
     degrees = {name: value for name, value in context.quantities.items() if name != "num_tokens" and value > 1}
     best: Pattern | None = None
     for chosen in (samples, [sample for sample in samples if sample.wrong]):
