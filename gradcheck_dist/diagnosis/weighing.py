@@ -153,7 +153,7 @@ class Measurements:
         if alike not in self.known:
             on_the_way = transits(verdict.data, verdict.contributions)
             measured = without_repeats(measure(verdict.data, verdict.contributions, on_the_way), verdict.data)
-            measured = in_parts(measured, verdict.data)
+            measured = in_parts(measured, verdict.data, verdict.contributions.coordinate)
             self.known[alike] = measured, on_the_way
         measured, on_the_way = self.known[alike]
         return [replace(held) for held in measured], on_the_way

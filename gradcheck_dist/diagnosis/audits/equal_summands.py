@@ -41,12 +41,15 @@ def equal_summands(data: StepData, held: Iterable[Held]) -> list[EqualSummands]:
     return [EqualSummands(one, frozenset(params)) for one, params in found.values()]
 
 
-def in_parts(measured: list[Held], data: StepData) -> list[Held]:
-    """The same, with the number of equal parts where these are added up: by a reduction over their ranks, or by what
-    nobody recorded and multiplies each by just this number (a hook that all-reduces)."""
+def in_parts(measured: list[Held], data: StepData, coordinate: Mapping[int, int]) -> list[Held]:
+    """The same, with the number of equal parts where ranks of one batch (`coordinate`: the data coordinate of each)
+    add these up: by a reduction over them, or by what nobody recorded and multiplies each by just this number (a hook
+    that all-reduces)."""
     parts: dict[ParamKey, int] = {}
     for one, keys, tracks in _added_alike(data):
         num = len(one.ranks)
+        if len({coordinate.get(rank, -1 - rank) for rank in one.ranks}) > 1:
+            continue
         if are_joined(data, tracks, one.ranks) or _multiplied([held for held in measured if held.param in keys], num):
             parts |= dict.fromkeys(keys, num)
     return [replace(held, parts=parts.get(held.param, 1)) for held in measured] if parts else measured
