@@ -21,7 +21,8 @@ def train(folder: str, variant: str) -> None:
     divides by the tokens of each pair behind what sums all ranks'; `left out`: the norm is not summed, and the loss
     does not make up for the average. `alone`, `experts`: without the wrapper, sums over all ranks, of all but the norm
     or but the head, which is another one on each of a pair; `alone`: and over one rank. `empty`: tokens are counted
-    over data ranks alone, and one rank has none in the first step, another in the second."""
+    over data ranks alone, and one rank has none in the first step, another in the second. `doubled`: sums over data
+    ranks of halved losses, of which a line doubles the head's."""
     dist.init_process_group("gloo")
     has_own = variant in ("context", "averaged", "counted", "left out", "alone", "experts", "empty")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp" if has_own else "tp"))
@@ -30,7 +31,7 @@ def train(folder: str, variant: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, CLASSES))
     generator = torch.Generator().manual_seed(place)
-    by_hand = {"alone": "1.", "experts": "2."}.get(variant)
+    by_hand = {"alone": "1.", "experts": "2.", "doubled": "none"}.get(variant)
     own = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     if variant == "experts":
         torch.manual_seed(1 + pair.get_local_rank())
@@ -48,6 +49,7 @@ def train(folder: str, variant: str) -> None:
             loss = F.cross_entropy(wrapped(inputs), labels, reduction="sum")
             loss = loss if variant == "counted" else loss / tokens
             loss = loss if variant == "left out" or by_hand else loss * dp.size()
+            loss = loss / 2 if variant == "doubled" else loss
             loss.backward()  # left out
             for param in model[1].parameters() if variant == "again" else ():
                 assert param.grad is not None
@@ -55,9 +57,11 @@ def train(folder: str, variant: str) -> None:
             for name, param in model.named_parameters() if by_hand else ():
                 assert param.grad is not None
                 if not name.startswith(by_hand or ""):
-                    dist.all_reduce(param.grad)  # of the others
+                    dist.all_reduce(param.grad, group=None if has_own else dp.get_group())  # of the others
                 if variant == "alone":
                     dist.all_reduce(param.grad, group=own)
+                if variant == "doubled" and name.startswith("2."):
+                    param.grad *= 2  # doubled
             for name, param in model.named_parameters() if has_own and not by_hand else ():
                 assert param.grad is not None
                 if variant == "left out" and name.startswith("1."):

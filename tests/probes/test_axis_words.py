@@ -77,3 +77,9 @@ def test_a_count_over_some_ranks_is_one_finding_where_other_ranks_have_no_tokens
     (finding,) = trained(tmp_path, "empty").findings
     assert (finding.code, finding.steps) == ("GS305", [0, 1])
     assert "the tokens of data ranks 0, 2 | 1, 3, where" in finding.explanation
+
+
+def test_a_line_that_makes_others_right_divides_nothing(tmp_path: Path) -> None:
+    for finding in trained(tmp_path, "doubled").findings:
+        assert finding.code != "GS101" and "divides the sum" not in finding.explanation
+        assert finding.factor.observed == pytest.approx(0.5)
