@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from gradcheck_dist.diagnosis.audits.verified import are_alike, are_joined
 from gradcheck_dist.diagnosis.weights.cells import Held
 from gradcheck_dist.ledger.exchanges import COPY, SCATTER, SUM, Passed, passed
+from gradcheck_dist.ledger.like_copies import are_joined, got_alike
 from gradcheck_dist.ledger.tracks import ParamKey, StepData, Track
 
 LEAST = 1e-3
@@ -90,7 +90,7 @@ def _added_alike(data: StepData) -> Iterator[tuple[Passed, set[ParamKey], dict[i
                      for name in _names(data, named, rank, event.params)}  # fmt: skip
         for name in set.intersection(*names) - elsewhere:
             tracks = {rank: track for rank in one.ranks for _, track in named[rank, name]}
-            if are_alike(tracks, one.ranks):
+            if got_alike(tracks, one.ranks):
                 yield one, {key for rank in one.ranks for key, _ in named[rank, name]}, tracks
 
 

@@ -6,11 +6,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
 from gradcheck_dist.diagnosis.finding import Unverified
-from gradcheck_dist.events import Event, GradientCheck, NotChecked, Reduce
-from gradcheck_dist.ledger.tracks import ParamKey, StepData, Track
+from gradcheck_dist.events import Event, GradientCheck, NotChecked
+from gradcheck_dist.ledger.like_copies import are_joined, got_alike
+from gradcheck_dist.ledger.tracks import ParamKey, StepData
 from gradcheck_dist.wording import numbered, plural
 
 SHOWN = 3
@@ -158,7 +157,9 @@ def unsummed(data: StepData) -> dict[tuple[int, ...], set[str]]:
             # Biases that began as zeros have names of their own where their module's weights are shards.
             alike = [tracks for key, tracks in data.tracks.items() if key[1].split(" ")[0] == name]
             of_rank = {rank: track for tracks in alike for rank, track in tracks.items()}
-            if all(rank in of_rank for rank in check.group) and alike_and_apart(data, of_rank, check.group):
+            if all(rank in of_rank for rank in check.group) and (
+                not are_joined(data, of_rank, check.group) and got_alike(of_rank, check.group)
+            ):
                 found[check.group].add(name)
     return found
 
@@ -171,37 +172,6 @@ def not_summed(data: StepData) -> list[str]:
         f"shards that began alike, x 1/{len(group)} if they are copies of one parameter"
         for group, names in unsummed(data).items()
     ]
-
-
-def alike_and_apart(data: StepData, of_rank: Mapping[int, Track], group: tuple[int, ...]) -> bool:
-    """Whether the ranks hold equal values and gradients of a parameter, and no reduction joins them."""
-    return not are_joined(data, of_rank, group) and are_alike(of_rank, group)
-
-
-def are_joined(data: StepData, of_rank: Mapping[int, Track], group: tuple[int, ...]) -> bool:
-    """Whether a reduction of a parameter's gradient goes over several of the ranks."""
-    for rank in group:
-        for event in data.events[rank]:
-            if not isinstance(event, Reduce):
-                continue
-            joined = {*event.group, *event.replicate_group}
-            if len(joined.intersection(group)) > 1 and of_rank[rank].param.id in data.params_of(rank, event.params):
-                return True
-    return False
-
-
-def are_alike(of_rank: Mapping[int, Track], group: tuple[int, ...]) -> bool:
-    """Whether the ranks hold equal values of a parameter and got equal gradients."""
-    first, *others = (of_rank[rank] for rank in group)
-    for other in others:
-        if first.begun is None or other.begun is None or not np.array_equal(first.begun, other.begun):
-            return False
-        if first.leaves.keys() != other.leaves.keys() or any(leaf.partial for _, leaf in first.leaves.values()):
-            return False
-        for slot, (_, mine) in first.leaves.items():
-            if not np.allclose(mine.data, other.leaves[slot][1].data, rtol=1e-4, atol=0):
-                return False
-    return True
 
 
 def _some(names: list[str]) -> str:

@@ -6,12 +6,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 
-from gradcheck_dist.diagnosis.audits.verified import are_alike
 from gradcheck_dist.diagnosis.causes.case import Case
 from gradcheck_dist.diagnosis.words import in_short
 from gradcheck_dist.events import Exchange, Param
 from gradcheck_dist.ledger.combined_copies import fed_alike
 from gradcheck_dist.ledger.exchanges import SCATTER, SUM
+from gradcheck_dist.ledger.like_copies import got_alike
 from gradcheck_dist.ledger.names import plain_name
 from gradcheck_dist.ledger.parted import MANY, in_shards, module_of, sizes_of
 from gradcheck_dist.ledger.summed_losses import summed_losses
@@ -55,7 +55,7 @@ def _whole_on_stages(key: ParamKey, case: Case, data: StepData) -> bool:
     holders: dict[tuple[int, ParamKey], list[int]] = defaultdict(list)
     for rank, track in of_rank.items():
         holders[place.get(rank, rank), param_key(track.param)].append(rank)
-    return key in data.tied and all(are_alike(of_rank, tuple(ranks)) for ranks in holders.values())
+    return key in data.tied and all(got_alike(of_rank, tuple(ranks)) for ranks in holders.values())
 
 
 def _is_a_summand(case: Case, data: StepData) -> bool:
