@@ -5,9 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from gradcheck_dist.diagnosis.open_cases.own_shards import _Shards
+from gradcheck_dist.diagnosis.open_cases.own_shards import _Shards, _whole_on_stages
 from gradcheck_dist.events import Param
 from gradcheck_dist.ledger.parted import Sizes, _part_sizes
 
@@ -50,3 +51,23 @@ def test_a_vector_as_long_as_whole_layers_tells_no_size_of_parts() -> None:
     assert _part_sizes(map(_param, shapes.values()), {WIDTH}) == {64}
     assert _part_sizes([_param((WIDTH,))], {WIDTH}) == {WIDTH}
     assert _part_sizes(map(_param, [(INNER, WIDTH), (16, WIDTH)]), {WIDTH}) == {INNER, 16}
+
+
+@pytest.mark.parametrize(("alike", "whole"), [(True, True), (False, False)])
+def test_a_tied_matrix_is_no_shard_where_the_ranks_of_each_stage_got_one_gradient_of_it(
+    alike: bool, whole: bool
+) -> None:
+    """Two stages of two tensor-parallel ranks each."""
+    tracks = {}
+    for rank in range(4):
+        param = Param(
+            id=0, name="tok" if rank < 2 else "head", shape=(8, 4), dtype="float32", num_positions=2, stage=rank // 2
+        )
+        got = np.array([1.0, 2.0 if alike else 2.0 + rank])
+        leaves = {(0, 0): (None, SimpleNamespace(data=got, partial=False))}
+        tracks[rank] = SimpleNamespace(param=param, begun=np.array([3.0, 4.0]), leaves=leaves)
+    key = (0, "tok")
+    contributions = SimpleNamespace(coordinate=dict.fromkeys(range(4), 0))
+    case: Any = SimpleNamespace(context=SimpleNamespace(contributions=contributions))
+    data: Any = SimpleNamespace(tracks={key: tracks}, tied={key: [(1, "head")]})
+    assert _whole_on_stages(key, case, data) is whole
