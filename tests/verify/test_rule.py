@@ -40,7 +40,8 @@ def check(**changes: Any) -> GradientCheck:
 def remarks(*checks: GradientCheck, weights_right: bool = True) -> list[Remark]:
     tracks = {(-1, "layers.0.up.weight"): {}, (-1, "layers.1.up.weight"): {}, (-1, "head.weight"): {}}
     data = SimpleNamespace(events={0: list(checks), 1: list(checks)}, tracks=tracks)
-    return list(rule.audit(SimpleNamespace(data=data, on_the_way=Transits(), weights_right=weights_right)))  # type: ignore[arg-type]
+    facts = SimpleNamespace(data=data, held=[], on_the_way=Transits(), weights_right=weights_right)
+    return list(rule.audit(facts))  # type: ignore[arg-type]
 
 
 def test_one_forward_that_is_wrong_is_one_finding() -> None:
