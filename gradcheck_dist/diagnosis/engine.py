@@ -37,12 +37,12 @@ from gradcheck_dist.diagnosis.steps.one_law import tell_one_law
 from gradcheck_dist.diagnosis.steps.open_steps import leave_unmade_open
 from gradcheck_dist.diagnosis.steps.other_steps import (
     leave_empty_open,
-    leave_schedules_open,
     tell_by_other_steps,
     tell_other_counts,
 )
 from gradcheck_dist.diagnosis.steps.own_divisors import leave_statistics_open
 from gradcheck_dist.diagnosis.steps.pass_counts import lay_to_passes
+from gradcheck_dist.diagnosis.steps.schedules import leave_schedules_open
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
 from gradcheck_dist.diagnosis.steps.thrown_away import leave_thrown_away_open
 from gradcheck_dist.diagnosis.steps.turns import tell_turns

@@ -342,21 +342,37 @@ def test_tokens_of_another_step_are_named(tmp_path: Path, count: str) -> None:
     assert "8 tokens are those of step 0; this step has 12" in finding.explanation
 
 
-@pytest.mark.parametrize(("schedule", "found"), [((1 / 3, 2 / 3, 1), []), ((1, 1, 2 / 3), ["GS303"])])
-def test_a_coefficient_that_follows_a_schedule_is_not_accused(
-    tmp_path: Path, schedule: tuple[float, ...], found: list[str]
-) -> None:
+@pytest.mark.parametrize("schedule", [(1 / 3, 2 / 3, 1), (0.1, 1, 1), (0.5, 0.5, 1), (0.25, 0.5, 0.75), (1, 1, 2 / 3)])
+def test_a_coefficient_that_follows_a_schedule_is_not_accused(tmp_path: Path, schedule: tuple[float, ...]) -> None:
+    report = train_in_turn(tmp_path, [lambda loss, by=number: by * loss for number in schedule])
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    off = next(number for number in schedule if number != 1)
+    assert any(f"x {off:.6g} of a mean" in reason for reason in report.reasons)
+
+
+def test_a_constant_beside_a_schedule_is_accused(tmp_path: Path) -> None:
+    report = train_in_turn(tmp_path, [lambda loss, by=number: 3 * (by * loss) for number in (0.1, 1, 1)])
+    assert set(codes(report)) == {"GS303"}
+
+
+@pytest.mark.parametrize("accum_steps", [1.5, 2])
+def test_a_division_in_one_step_alone_is_no_schedule(tmp_path: Path, accum_steps: float) -> None:
+    divided = [lambda loss: loss, lambda loss: loss, lambda loss: loss / accum_steps]
+    assert codes(train_in_turn(tmp_path, divided)) == ["GS303"]
+    multiplied = [lambda loss: loss, lambda loss: loss, lambda loss: loss * accum_steps]
+    assert codes(train_in_turn(tmp_path / "multiplied", multiplied)) == ["GS303"]
+
+
+def train_in_turn(folder: Path, losses: list[Callable[[Tensor], Tensor]]) -> Report:
+    """One pass a step, of whose mean each step's loss is made."""
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with attach(tmp_path / "run"):
-        for number in schedule:
-            (number * F.cross_entropy(*logits_of(model, batch(0, 0)))).backward()
+    with attach(folder / "run"):
+        for loss in losses:
+            loss(F.cross_entropy(*logits_of(model, batch(0, 0)))).backward()
             optimizer.step()
             optimizer.zero_grad()
-    report = judged(tmp_path)
-    assert codes(report) == found
-    assert report.verdict == ("findings" if found else "undetermined")
-    assert found or any("x 0.333333 of a mean" in reason for reason in report.reasons)
+    return judged(folder)
 
 
 def test_a_gradient_that_is_replaced_is_not_stale(tmp_path: Path) -> None:

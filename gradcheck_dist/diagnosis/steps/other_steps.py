@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
@@ -18,7 +17,7 @@ import msgspec
 
 from gradcheck_dist.diagnosis.finding import Candidate, Finding, FirstEvent
 from gradcheck_dist.diagnosis.weights.cells import Held
-from gradcheck_dist.diagnosis.words import OF_THE_DATA
+from gradcheck_dist.diagnosis.weights.named_counts import common_numbers, may_be_a_coefficient
 from gradcheck_dist.events import GradWrite, Site
 from gradcheck_dist.ledger.contributions import Contributions
 from gradcheck_dist.ledger.tracks import StepData
@@ -32,7 +31,7 @@ TOKENS_OF_OTHERS = "num_tokens/num_tokens of step"
 """How the name begins of what divides by the tokens of other steps."""
 ALIKE = 1e-3
 """Relative; factors that somebody wrote lie further apart."""
-LEAST_STEPS, LEAST_UNLIKE = 3, 2
+LEAST_STEPS = 3
 EXACT, MOST_VAGUE = 1e-5, 1e-3
 """Relative: how near a ratio of token counts must be, and from where on chance would hit one."""
 
@@ -41,13 +40,15 @@ EXACT, MOST_VAGUE = 1e-5, 1e-3
 class Conduct:
     """What all losses of a step weigh, over what they should (`losses`), and by what all that follows them multiplies
     (`rest`): one number each. `token` is what losses give one token. `loss` is one of them, `writes` are those of the
-    trainer's own lines that multiply gradients, by file, line and factor."""
+    trainer's own lines that multiply gradients, by file, line and factor, `numbers` those that multiply every pass's
+    loss and may be coefficients, by what is written and where."""
 
     losses: float
     token: float
     rest: float
     loss: FirstEvent | None
     writes: Mapping[tuple[str, int, float], FirstEvent]
+    numbers: Mapping[str, float]
 
     @property
     def scales_at(self) -> set[tuple[str, int]]:
@@ -65,7 +66,8 @@ def conduct_of(data: StepData, held: Sequence[Held], contributions: Contribution
     if min(rest) <= 0 or max(rest) > min(rest) * (1 + ALIKE):
         return None
     expected = next(cell.expected for one in held for cell in one.cells if cell.expected)
-    return Conduct(pairs[0][0], pairs[0][0] * float(expected), rest[0], _loss(contributions), writes_of(data))
+    loss, writes, numbers = _loss(contributions), writes_of(data), _numbers(contributions)
+    return Conduct(pairs[0][0], pairs[0][0] * float(expected), rest[0], loss, writes, numbers)
 
 
 def writes_of(data: StepData) -> dict[tuple[str, int, float], FirstEvent]:
@@ -76,6 +78,15 @@ def writes_of(data: StepData) -> dict[tuple[str, int, float], FirstEvent]:
             if isinstance(event, GradWrite) and (site := event.site) is not None and event.factor is not None:
                 writes.setdefault((site.file, site.line, event.factor), _write(rank, event, site))
     return writes
+
+
+def _numbers(contributions: Contributions) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for number in common_numbers(contributions):
+        if may_be_a_coefficient(number):
+            place = f"{number.site.short} ({number.written})"
+            found[place] = found.get(place, 1.0) * number.factor
+    return found
 
 
 def _write(rank: int, event: GradWrite, site: Site) -> FirstEvent:
@@ -129,18 +140,18 @@ def tell_by_other_steps(verdicts: Sequence[StepVerdict]) -> None:
         bracket = found.first_event.before is not None
         at_loss = found.first_event.kind == "loss" and not bracket
         factor = mine.losses * mine.rest
-        if not _alike(found.factor.observed, factor) or not all(_alike(one.losses * one.rest, 1.0) for _, one in right):
+        if not alike(found.factor.observed, factor) or not all(alike(one.losses * one.rest, 1.0) for _, one in right):
             continue
         # Losses that give each token what they give it in steps with other tokens leave it to a line to count these.
-        counts = found.first_event.kind == "grad_write" and all(_alike(one.token, mine.token) for _, one in right)
-        if not at_loss and not counts and all(_alike(one.rest, mine.rest) for _, one in right):
+        counts = found.first_event.kind == "grad_write" and all(alike(one.token, mine.token) for _, one in right)
+        if not at_loss and not counts and all(alike(one.rest, mine.rest) for _, one in right):
             verdict.findings = [_of_losses(found, mine.loss, factor, right[0][0].context.step)]
-        elif all(_alike(one.losses, mine.losses) for _, one in right):
+        elif all(alike(one.losses, mine.losses) for _, one in right):
             written = _other_number(right[0][1], mine)
             blamed = found.first_event.file, found.first_event.line
             if written is not None and (written[1].file, written[1].line) != blamed:
                 verdict.findings = [_of_a_line(found, right[0][0].context.step, *written)]
-            elif at_loss and not all(_alike(one.rest, mine.rest) for _, one in right):
+            elif at_loss and not all(alike(one.rest, mine.rest) for _, one in right):
                 verdict.findings = [_of_the_rest(found, right[0][0].context.step, right[0][1], mine)]
 
 
@@ -159,33 +170,6 @@ def leave_empty_open(verdicts: Sequence[StepVerdict]) -> None:
                 f"every loss of step {verdict.context.step} is multiplied by zero, and those of other steps are not: "
                 "whether a batch was to be left out is not known"
             )
-
-
-def leave_schedules_open(verdicts: Sequence[StepVerdict]) -> None:
-    """Accuse no losses whose weight is another in each step while tokens and passes stay the same, or in each of
-    several but those in which it is right: no wrong count would do that, a coefficient that follows a schedule does."""
-    conducts = [verdict.conduct for verdict in verdicts if verdict.conduct is not None]
-    sizes = {
-        (one.contributions.num_tokens, one.context.num_accumulation, one.context.num_microbatches) for one in verdicts
-    }
-    wrong = sorted(one.losses for one in conducts if not _alike(one.losses * one.rest, 1.0))
-    if len(conducts) < max(LEAST_STEPS, len(verdicts)) or len(sizes) != 1 or None in next(iter(sizes)):
-        return
-    if not all(_alike(one.rest, conducts[0].rest) for one in conducts):
-        return
-    if len(wrong) < LEAST_UNLIKE or any(_alike(one, other) for one, other in pairwise(wrong)):
-        return
-    for verdict, conduct in zip(verdicts, conducts, strict=True):
-        errors = verdict.errors
-        if len(errors) != 1 or errors[0].code != LOSS_RULE or errors[0].first_event is None:
-            continue
-        verdict.findings.remove(errors[0])
-        verdict.effects.clear()
-        verdict.reasons.append(
-            f"the losses are x {conduct.losses * conduct.rest:.6g} of a mean over all tokens, and in every other step "
-            "x another number, with as many tokens and passes: a coefficient that follows a schedule, or a "
-            f"{OF_THE_DATA}"
-        )
 
 
 def tell_other_counts(verdicts: Sequence[StepVerdict]) -> None:
@@ -282,7 +266,8 @@ def _name_count(finding: Finding, tokens: int, other: int, count: int) -> None:
     finding.fix = "Divide by the tokens of the window whose gradients the optimizer is going to read."
 
 
-def _alike(one: float, other: float) -> bool:
+def alike(one: float, other: float) -> bool:
+    """Whether two factors are one."""
     return abs(one / other - 1) <= ALIKE
 
 
@@ -290,12 +275,12 @@ def _other_number(right: Conduct, mine: Conduct) -> tuple[float, FirstEvent] | N
     """The number that a line writes in a right step, and the line, where it alone writes another one here, by which all
     that follows the losses is off."""
     before, now = ({one[:2]: one[2] for one in conduct.writes} for conduct in (right, mine))
-    lines = [line for line in now if line in before and not _alike(now[line], before[line])]
+    lines = [line for line in now if line in before and not alike(now[line], before[line])]
     known = [len({one[:2] for one in conduct.writes}) == len(conduct.writes) for conduct in (right, mine)]
     if len(lines) != 1 or not all(known) or before.keys() != now.keys():
         return None
     (line,) = lines
-    if not before[line] or not _alike(now[line] / before[line], mine.rest / right.rest):
+    if not before[line] or not alike(now[line] / before[line], mine.rest / right.rest):
         return None
     return before[line], mine.writes[(*line, now[line])]
 
