@@ -187,7 +187,6 @@ def test_some_layers_that_are_given_no_gradient_may_be_frozen(tmp_path: Path, do
 
 CONSTANTS: dict[str, tuple[Doing, list[int]]] = {
     "a half on the head": (scale_head(0.5), [0, 1, 2]),
-    "a number of many digits on the head": (scale_head(0.33714), [0, 1, 2]),
     "a half on the head behind a clip of all": (half_a_head_behind_a_clip, [0, 1, 2]),
     "divided by tokens twice": (by_tokens_again, [0, 1, 2]),
     "a half on biases, where noise is added to the others": (half_on_biases_beside_noise, [0, 1, 2]),
@@ -202,11 +201,36 @@ def test_a_constant_is_found(tmp_path: Path, name: str) -> None:
     assert [(finding.code, finding.steps) for finding in report.findings] == [("GS000", steps)]
 
 
-def test_a_number_of_many_digits_needs_two_steps(tmp_path: Path) -> None:
-    assert train(tmp_path / "one", scale_head(0.33714), steps=1).verdict == "undetermined"
-    finding = train(tmp_path / "two", scale_head(0.33714), steps=2).findings[0]
-    assert finding.factor.observed == pytest.approx(0.33714, rel=1e-4)
-    assert "the same in 2 steps" in finding.explanation
+def rates(*numbers: float) -> Doing:
+    """Rates by layer, the last one's first."""
+
+    def doing(model: nn.Module, step: int) -> None:
+        for grad, number in zip(reversed(gradients(model)), numbers, strict=False):
+            grad.mul_(number)
+
+    return doing
+
+
+def assigned_rates(model: nn.Module, step: int) -> None:
+    for param, number in zip(model.parameters(), (0.3, 0.5, 0.7), strict=False):
+        assert param.grad is not None
+        param.grad = param.grad * number
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize(
+    "doing", [scale_head(0.33714), scale_head(0.07), rates(1.0, 0.65, 0.65**2), rates(0.9, 0.81, 0.5), assigned_rates]
+)
+def test_rates_that_lines_give_layers_may_be_meant(tmp_path: Path, doing: Doing, steps: int) -> None:
+    report = train(tmp_path, doing, steps=steps)
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert any("test_handmade.py" in reason and "Up to there" in reason for reason in report.reasons), report.reasons
+    assert steps == 1 or any("rates of their own" in reason for reason in report.reasons), report.reasons
+
+
+@pytest.mark.parametrize("doing", [rates(0.5, 0.25, 0.125), rates(1 / 3, 1 / 3)])
+def test_numbers_that_divide_some_gradients_once_too_often_are_no_rates(tmp_path: Path, doing: Doing) -> None:
+    assert {finding.code for finding in train(tmp_path, doing).findings} == {"GS000"}
 
 
 @pytest.mark.parametrize("constant", [False, True])

@@ -1,4 +1,4 @@
-"""Parameters whose own hooks multiply their gradients by constants: rates by layer, and gradients that are reversed."""
+"""Parameters whose gradients hooks or lines multiply by constants: rates by layer, and gradients that are reversed."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from gradcheck_dist.diagnosis.causes.case import Case
 from gradcheck_dist.diagnosis.weights.cells import Cell
 from gradcheck_dist.diagnosis.weights.factors import name_number
-from gradcheck_dist.diagnosis.weights.written import SIMPLE
+from gradcheck_dist.diagnosis.weights.written import SIMPLE, Measured, distinct
 from gradcheck_dist.diagnosis.words import in_short
 from gradcheck_dist.ledger.tracks import StepData
 
 FEW = 8
 """How often something may act too often, as a whole number."""
+SEVERAL = 3
+"""Unlike numbers that no one constant makes of all gradients."""
 
 
 def own_rates(case: Case, _: StepData) -> str | None:
@@ -22,10 +24,9 @@ def own_rates(case: Case, _: StepData) -> str | None:
     culprit = case.culprit
     if culprit.kind != "backward" or culprit.unrecorded or culprit.absent or case.everywhere or case.terms:
         return None
-    numbers = [_number([cell for held, cell in case.cells if held is one]) for one in case.held]
-    if not numbers or any(number is None or _is_counted(number, case) for number in numbers):
+    known = [number for number, _ in _numbers(case)]
+    if not known or any(_is_counted(number, case) for number in known):
         return None
-    known = sorted(number for number in numbers if number is not None)
     shown = f"x {known[0]:.4g}" + (f" to x {known[-1]:.4g}" if known[-1] - known[0] > 1e-3 * abs(known[-1]) else "")
     return (
         f"inside of backward the gradients of {in_short(sorted({held.param[1] for held in case.held}))} are multiplied "
@@ -35,13 +36,30 @@ def own_rates(case: Case, _: StepData) -> str | None:
     )
 
 
-def _number(cells: Sequence[Cell]) -> float | None:
+def are_rates(case: Case) -> bool:
+    """Whether what the program's lines do behind right weights may give layers rates of their own: one number for each
+    parameter, in all passes and on all ranks, that a line is seen to multiply by and no degree or count makes, or
+    several of which one is none such. Where no parameter is left as it was, these are several."""
+    unlike = distinct(_numbers(case))
+    if all(_is_counted(number, case) for number, _ in unlike):
+        return False
+    return len(unlike) >= (SEVERAL if case.everywhere else 1 if case.culprit.write is not None else 2)
+
+
+def _numbers(case: Case) -> list[Measured]:
+    """The one number by which each parameter's weights are off, the smallest first; none where it is not one."""
+    numbers = [_number([cell for held, cell in case.cells if held is one]) for one in case.held]
+    known = [number for number in numbers if number is not None]
+    return sorted(known) if len(known) == len(numbers) else []
+
+
+def _number(cells: Sequence[Cell]) -> Measured | None:
     """The one number by which all weights of a parameter are off."""
     best = min(cells, key=lambda cell: cell.margin, default=None)
     if best is None or not best.ratio:
         return None
     alike = all(abs(cell.ratio - best.ratio) <= cell.margin + best.margin for cell in cells)
-    return best.ratio if alike else None
+    return (best.ratio, best.margin / abs(best.ratio)) if alike else None
 
 
 def _is_counted(number: float, case: Case) -> bool:

@@ -27,6 +27,7 @@ from gradcheck_dist.diagnosis.causes.case import Case
 from gradcheck_dist.diagnosis.causes.vocabulary import CLIP_COEFFICIENT
 from gradcheck_dist.diagnosis.finding import Finding
 from gradcheck_dist.diagnosis.norms.effect import Effect
+from gradcheck_dist.diagnosis.open_cases.own_rates import are_rates
 from gradcheck_dist.diagnosis.rules import gs000_unexplained_scale as unexplained
 from gradcheck_dist.diagnosis.rules import gs202_scaled_in_flight as in_flight
 from gradcheck_dist.diagnosis.rules import gs501_clip_by_hand as scaled_alike
@@ -91,7 +92,7 @@ def _change_of(verdict: StepVerdict, case: Case, finding: Finding, effect: Effec
     # What is multiplied alike elsewhere, and right so, was to be multiplied here, by whatever number of each step.
     spared = culprit.spared is not None and case.pattern.kind == "uniform"
     spared &= all(held.clip_by_hand == 1 for held in case.held)
-    stands = spared or _stands_written(case)
+    stands, recorded = spared or _stands_written(case), _recorded(verdict, case)
     return Change(
         place=(*culprit.start, before is not None and before.__struct_config__.tag, short_line(before)),
         words=place_in_words(culprit.kind, short_line(event), before),
@@ -110,7 +111,8 @@ def _change_of(verdict: StepVerdict, case: Case, finding: Finding, effect: Effec
         or_loss=or_loss,
         stands=stands,
         spared=spared,
-        recorded=_recorded(verdict, case),
+        recorded=recorded,
+        rates=not (parted or spared or makes_up or or_loss or abs(recorded - 1) > VAGUE) and are_rates(case),
     )
 
 
@@ -137,15 +139,20 @@ def weigh(verdicts: Sequence[StepVerdict]) -> None:
     meant: list[list[tuple[StepVerdict, Change]]] = []
     for members in groups.values():
         constant = _is_constant(members, verdicts)
+        rates = constant and all(change.rates for _, change in members)
         for verdict, change in members:
             listed = any(finding is change.finding for finding in verdict.findings)
-            if constant and not listed:
+            if rates:
+                verdict.take_away(change.finding)
+            elif constant and not listed:
                 if change.name != PER_PASS:
                     change.finding.explanation += f" It is the same in {len(members)} steps: a constant."
                 verdict.found(change.finding, change.effect)
             elif listed and not constant:
                 verdict.findings = [finding for finding in verdict.findings if finding is not change.finding]
                 verdict.effects.pop(cause(change.finding), None)
+        if rates:
+            members[0][0].reasons.append(_of_rates(members[0][1]))
         if not constant:
             meant.append(members)
     for members in meant:
@@ -336,13 +343,28 @@ def _lasts_beside_others(several: Mapping[Key, Mapping[int, Measured]]) -> bool:
     return apart
 
 
+def _of_rates(change: Change) -> str:
+    return (
+        f"{change.words} multiplies the gradients of {plural(change.num_parameters, 'parameter')} "
+        f"({_size(change)}), by one number each in all passes and on all ranks: lines that give layers rates of their "
+        "own do this, and no degree or count makes these numbers. Whether it is meant is not known. Up to there the "
+        "weights are right"
+    )
+
+
+def _size(*changes: Change) -> str:
+    """By which numbers, in words."""
+    values = [factor for each in changes for factor, _ in each.factors.values() if factor != 1] or [1.0]
+    low, high = min(values), max(values)
+    return f"x {low:.4g}" if high - low <= VAGUE * abs(high) else f"x {low:.4g} to x {high:.4g}"
+
+
 def _reason(members: list[tuple[StepVerdict, Change]]) -> str:
     steps = [verdict.context.step for verdict, _ in members]
     change = members[0][1]
     params = max(each.num_parameters for _, each in members)
-    values = [factor for _, each in members for factor, _ in each.factors.values() if factor != 1] or [1.0]
-    low, high = min(values), max(values)
-    size = f"x {low:.4g}" if high - low <= VAGUE * abs(high) else f"x {low:.4g} to x {high:.4g}"
+    size = _size(*(each for _, each in members))
+    shorten = all(factor <= 1 for _, each in members for factor, _ in each.factors.values())
     alone = not change.makes_up and not any(
         finding.severity != "info" for verdict, _ in members for finding in verdict.findings
     )
@@ -356,7 +378,7 @@ def _reason(members: list[tuple[StepVerdict, Change]]) -> str:
         )
     elif change.makes_up:
         until = "Up to there the weights are off, so it may be a normalisation by another number than the right one"
-    if len(steps) > 1 and high < 1 and not change.makes_up and all(each.uniform for _, each in members):
+    if len(steps) > 1 and shorten and not change.makes_up and all(each.uniform for _, each in members):
         return (
             f"{change.words} multiplies all gradients of a step by one number, another in each ({size}, "
             f"{numbered('step', steps)}): a clip by a norm that is not theirs does this (one that leaves some out, or "

@@ -29,8 +29,9 @@ def leave_schedules_open(verdicts: Sequence[StepVerdict]) -> None:
     if len(conducts) < max(len(verdicts), 2) or not all(alike(one.rest, conducts[0].rest) for one in conducts):
         return
     passes = {(one.context.num_accumulation, one.context.num_microbatches) for one in verdicts}
-    if len(passes) != 1:
-        return
+    trained = [{one.param for one in verdict.held} for verdict in verdicts]
+    if len(passes) != 1 or not set.intersection(*trained):
+        return  # steps of several models, in turn
     tokens = [verdict.contributions.num_tokens for verdict in verdicts]
     lines = _scheduling(conducts, tokens)
     wrong = sorted(one.losses for one in conducts if not alike(one.losses * one.rest, 1.0))

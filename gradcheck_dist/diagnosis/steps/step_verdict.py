@@ -102,7 +102,8 @@ class Change:
     something to put right. `or_loss`: the loss may have the wrong number in their place. `stands`: this step
     alone shows numbers that somebody wrote. `spared`: others were multiplied there, and come out right.
     `counted` is what the factor could be made of, though in one step by chance. `recorded`: what all weights are off by
-    from the loss up to these lines, which multiply them by numbers of their own.
+    from the loss up to these lines, which multiply them by numbers of their own. `rates`: up to there all is right, and
+    the numbers may be rates of layers.
     """
 
     place: tuple[object, ...]
@@ -123,6 +124,7 @@ class Change:
     spared: bool = False
     counted: str | None = None
     recorded: float = 1.0
+    rates: bool = False
 
 
 @dataclass
