@@ -15,6 +15,7 @@ from gradcheck_dist.diagnosis.losses.beside_counted import counted_beside
 from gradcheck_dist.diagnosis.losses.kinds import kind_by_kind
 from gradcheck_dist.diagnosis.losses.returned import looked_at_alone
 from gradcheck_dist.diagnosis.losses.several_losses import OwnMeans, loss_by_loss
+from gradcheck_dist.diagnosis.losses.sources import source_by_source
 from gradcheck_dist.diagnosis.losses.tasks import task_by_task
 from gradcheck_dist.diagnosis.losses.weighted_tokens import spreads_of_losses
 from gradcheck_dist.diagnosis.norms.step_norms import step_norms
@@ -268,7 +269,8 @@ def weigh(
     if aimed_at.of_samples and not declared:
         context.objective, context.objective_from = samples.OBJECTIVE, samples.INFERRED
     told = (aimed_at, context.objective, data, measured)
-    means = task_by_task(*told) or kind_by_kind(*told) or loss_by_loss(*told, one_batch=assumed.one_batch)
+    means = task_by_task(*told) or kind_by_kind(*told) or source_by_source(*told)
+    means = means or loss_by_loss(*told, one_batch=assumed.one_batch)
     target = means.aim
     context.judged_on(target.contributions)
     context.models = independent(data, target.contributions)

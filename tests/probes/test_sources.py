@@ -1,0 +1,78 @@
+"""Passes whose losses lines multiply by a number each: sources of data with coefficients, or what is wrong in one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from probe_workers import Net
+from torch import Tensor
+
+from gradcheck_dist.diagnosis.engine import diagnose
+from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.probes import attach
+from gradcheck_dist.trace.run import read_run
+
+SIZES = (16, 48, 32)
+EQUAL = (24, 24, 24)
+source_weights = (1.0, 0.5, 0.25)
+Loss = Callable[[Tensor, int, Sequence[int]], Tensor]
+"""What becomes of the mean of the pass of that number, of so many tokens in each pass."""
+
+
+def trained(folder: Path, loss: Loss, sizes: Sequence[int]) -> Report:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with attach(folder / "run"):
+        for _ in range(2):
+            for k, size in enumerate(sizes):
+                tokens, labels = torch.randint(20, (2, 4, size // 4))
+                mean = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
+                loss(mean, k, sizes).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return diagnose(read_run(folder / "run"))
+
+
+def by_source(mean: Tensor, k: int, _: Sequence[int]) -> Tensor:
+    return mean * {0: 1.0, 1: 0.5, 2: 0.2}[k]
+
+
+def replayed(mean: Tensor, k: int, _: Sequence[int]) -> Tensor:
+    return mean * 0.3 if k == 2 else mean
+
+
+def weighted_and_divided(mean: Tensor, k: int, sizes: Sequence[int]) -> Tensor:
+    return source_weights[k] * mean / len(sizes)
+
+
+@pytest.mark.parametrize("sizes", [SIZES, EQUAL])
+@pytest.mark.parametrize("loss", [by_source, replayed, weighted_and_divided])
+def test_sources_may_have_coefficients_of_their_own(tmp_path: Path, loss: Loss, sizes: Sequence[int]) -> None:
+    report = trained(tmp_path, loss, sizes)
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert any("test_sources.py" in one and "sources of data" in one for one in report.reasons), report.reasons
+
+
+def last_is_doubled(mean: Tensor, k: int, sizes: Sequence[int]) -> Tensor:
+    mean = mean / len(sizes)
+    return mean * 2 if k == 2 else mean
+
+
+def last_is_divided(mean: Tensor, k: int, _: Sequence[int]) -> Tensor:
+    return mean / 3 if k == 2 else mean
+
+
+def shares_of_too_many(mean: Tensor, k: int, sizes: Sequence[int]) -> Tensor:
+    return mean * (sizes[k] / 128)
+
+
+@pytest.mark.parametrize(
+    ("loss", "sizes"), [(last_is_doubled, EQUAL), (last_is_divided, EQUAL), (shares_of_too_many, SIZES)]
+)
+def test_what_divides_or_follows_counts_is_no_coefficient(tmp_path: Path, loss: Loss, sizes: Sequence[int]) -> None:
+    assert trained(tmp_path, loss, sizes).verdict == "findings"
