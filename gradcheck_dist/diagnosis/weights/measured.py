@@ -8,6 +8,7 @@ import numpy as np
 
 from gradcheck_dist.diagnosis.weights.cells import COUNTED_AGAIN, EQUAL, MATERIAL, TOO_FEW, TOO_SMALL, Held
 from gradcheck_dist.diagnosis.weights.few_elements import confirm_few
+from gradcheck_dist.diagnosis.weights.same_on_ranks import share_out
 from gradcheck_dist.events import OptimizerStep, Reduce
 from gradcheck_dist.ledger.buffers import Column, Entry, Replay
 from gradcheck_dist.ledger.composed import made_up_of
@@ -45,6 +46,7 @@ def measure(data: StepData, contributions: Contributions, on_the_way: Transits |
     confirm_few(data, held)
     _leave_rounding(held, data)
     _leave_equal(held)
+    share_out(held, contributions)
     return held
 
 
