@@ -55,16 +55,18 @@ def test_passes_that_are_lost_in_one_way_or_counted_are_found(
     assert "GS401" in {finding.code for finding in choosing(tmp_path, keeps, divisor).findings}
 
 
+@pytest.mark.parametrize("divides", [False, True])
 @pytest.mark.parametrize("weights", [(0.4, 0.8, 1.0, 1.0), (0.4, 0.4, 1.0, 1.0)])
-def test_coefficients_that_warm_up_are_left_open(weights: tuple[float, ...], tmp_path: Path) -> None:
-    """One number in several steps may be a count that is wrong there."""
+def test_coefficients_that_warm_up_are_left_open(weights: tuple[float, ...], divides: bool, tmp_path: Path) -> None:
+    """One number in several steps that a line divides by may be a count that is wrong there."""
     torch.manual_seed(0)
     model = nn.Linear(6, 4)
     optimizer = optim.SGD(model.parameters(), lr=0.05)
     with attach(tmp_path):
         for number in weights:
             optimizer.zero_grad()
-            (number * F.cross_entropy(model(torch.randn(5, 6)), torch.randint(0, 4, (5,)))).backward()
+            loss = F.cross_entropy(model(torch.randn(5, 6)), torch.randint(0, 4, (5,)))
+            (loss / (1 / number) if divides else number * loss).backward()
             optimizer.step()
     report = judged(tmp_path)
-    assert report.verdict == ("undetermined" if weights[1] == 0.8 else "findings")
+    assert report.verdict == ("findings" if divides and weights[1] == 0.4 else "undetermined")

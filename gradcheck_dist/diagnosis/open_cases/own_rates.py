@@ -39,11 +39,11 @@ def own_rates(case: Case, _: StepData) -> str | None:
 def are_rates(case: Case) -> bool:
     """Whether what the program's lines do behind right weights may give layers rates of their own: one number for each
     parameter, in all passes and on all ranks, that a line is seen to multiply by and no degree or count makes, or
-    several of which one is none such. Where no parameter is left as it was, these are several."""
-    unlike = distinct(_numbers(case))
+    several of which one is none such. Where no parameter is left as it was, a line is seen and these are several."""
+    unlike, is_seen = distinct(_numbers(case)), case.culprit.write is not None
     if all(_is_counted(number, case) for number, _ in unlike):
         return False
-    return len(unlike) >= (SEVERAL if case.everywhere else 1 if case.culprit.write is not None else 2)
+    return is_seen and len(unlike) >= SEVERAL if case.everywhere else len(unlike) >= (1 if is_seen else 2)
 
 
 def _numbers(case: Case) -> list[Measured]:

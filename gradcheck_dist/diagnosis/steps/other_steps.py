@@ -9,7 +9,7 @@ there than in the right steps, where one does.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
@@ -48,7 +48,7 @@ class Conduct:
     rest: float
     loss: FirstEvent | None
     writes: Mapping[tuple[str, int, float], FirstEvent]
-    numbers: Mapping[str, float]
+    numbers: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def scales_at(self) -> set[tuple[str, int]]:

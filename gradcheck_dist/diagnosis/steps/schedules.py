@@ -2,7 +2,7 @@
 
 A loss is warmed up, or counts less in the first step. No wrong count does that: with as many passes, ranks and tokens
 in each step it would be the same number. Where the line that multiplies the losses is seen, and all steps are right but
-for its number, a step alone may differ from the others.
+for its number, the first steps alone may weigh less than the others.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LEAST_UNLIKE = 2
 
 def leave_schedules_open(verdicts: Sequence[StepVerdict]) -> None:
     """Accuse no losses whose weight is another in each step while tokens and passes stay the same, or in each of
-    several but those in which it is right; nor those that one line multiplies by another number than in other steps."""
+    several but those in which it is right; nor those of the first steps that a line multiplies by less than later."""
     conducts = [verdict.conduct for verdict in verdicts if verdict.conduct is not None]
     if len(conducts) < max(len(verdicts), 2) or not all(alike(one.rest, conducts[0].rest) for one in conducts):
         return
@@ -33,7 +33,7 @@ def leave_schedules_open(verdicts: Sequence[StepVerdict]) -> None:
     if len(passes) != 1 or not set.intersection(*trained):
         return  # steps of several models, in turn
     tokens = [verdict.contributions.num_tokens for verdict in verdicts]
-    lines = _scheduling(conducts, tokens)
+    lines = _warming_up(conducts, tokens)
     wrong = sorted(one.losses for one in conducts if not alike(one.losses * one.rest, 1.0))
     unlike = len(wrong) >= LEAST_UNLIKE and not any(alike(one, other) for one, other in pairwise(wrong))
     if not lines and not (len(conducts) >= LEAST_STEPS and unlike and len(set(tokens)) == 1 and tokens[0] is not None):
@@ -57,19 +57,19 @@ def leave_schedules_open(verdicts: Sequence[StepVerdict]) -> None:
         )
 
 
-def _scheduling(conducts: Sequence[Conduct], tokens: Sequence[int | None]) -> list[str]:
-    """The lines that multiply losses by another number in some steps than in others, where all steps are right but for
-    these, and none is a number that tokens make: those of the step, or of the step before."""
+def _warming_up(conducts: Sequence[Conduct], tokens: Sequence[int | None]) -> list[str]:
+    """The lines that multiply losses by less in the first steps than in the last, where all steps are right but for
+    these, and none is a number that tokens make: those of the step, or of another."""
     places = {place for one in conducts for place in one.numbers}
     known = {place: [one.numbers.get(place, 1.0) for one in conducts] for place in places}
     lines = sorted(place for place, numbers in known.items() if not all(alike(one, numbers[0]) for one in numbers))
     counted = {one / other for one, other in permutations([one for one in tokens if one], 2)} - {1.0}
-    for at, one in enumerate(conducts):
-        numbers = [known[place][at] for place in lines]
-        if not all(numbers) or not alike(one.losses * one.rest / prod(numbers), 1.0):
-            return []
-        if any(alike(number, count) for number in numbers for count in counted):
-            return []
-        if len(set(tokens)) > 1 and not all(map(is_exactly_written, numbers)):
-            return []
-    return lines
+    made = [prod(known[place][at] for place in lines) for at in range(len(conducts))]
+    if made != sorted(made) or made[0] <= 0 or not alike(made[-1], 1.0):
+        return []
+    if not all(alike(one.losses * one.rest, number) for one, number in zip(conducts, made, strict=True)):
+        return []
+    numbers = [number for place in lines for number in known[place]]
+    if any(alike(number, count) for number in numbers for count in counted):
+        return []
+    return lines if len(set(tokens)) == 1 or all(map(is_exactly_written, numbers)) else []
