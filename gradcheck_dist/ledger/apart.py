@@ -9,7 +9,16 @@ from itertools import pairwise
 
 import numpy as np
 
-from gradcheck_dist.events import EXCHANGES_PROBE, Exchange, OptimizerStep, PipelineStep, Reduce, Replica
+from gradcheck_dist.events import (
+    EXCHANGES_PROBE,
+    LATER_MODELS,
+    Exchange,
+    OptimizerStep,
+    PipelineStep,
+    ProbeStatus,
+    Reduce,
+    Replica,
+)
 from gradcheck_dist.ledger.contributions import Contributions
 from gradcheck_dist.ledger.moved import as_on_rank
 from gradcheck_dist.ledger.tracks import ParamKey, StepData, Track, merge
@@ -53,6 +62,13 @@ def averaged(run: Run) -> Averaged | None:
             changed = Averaged(*moment, alike=False)
         unequal |= len(found) > 1
     return changed
+
+
+def trained_later(run: Run) -> dict[int, list[str]]:
+    """By rank, in words, the models that were trained behind the recorded steps, in none of which ranks reduced
+    anything."""
+    statuses = {rank: [e for e in trace.events if isinstance(e, ProbeStatus)] for rank, trace in run.ranks.items()}
+    return {rank: [e.reason for e in of_rank if e.probe == LATER_MODELS] for rank, of_rank in statuses.items()}
 
 
 @dataclass(frozen=True)

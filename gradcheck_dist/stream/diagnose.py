@@ -13,6 +13,7 @@ from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.diagnosis.losses.loud_ranks import waits_for_others
 from gradcheck_dist.diagnosis.steps.alternatives import may_all_be_one_batch
 from gradcheck_dist.diagnosis.steps.earlier_gradients import let_go
+from gradcheck_dist.diagnosis.steps.schedules import may_warm_up
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
 from gradcheck_dist.steps import chosen_steps
 from gradcheck_dist.stream.watched import add_to, watch_run
@@ -89,7 +90,7 @@ def diagnose_run(
                 break
             found = bool(verdict.errors)
             waits = waits_for_others(verdict, verdicts) or may_all_be_one_batch(verdict, verdicts)
-            found = found and not waits
+            found = found and not waits and not may_warm_up(verdict, verdicts)
             num_found += found
             if num_weights + len(verdict.weights) > MAX_WEIGHTS and not found:
                 verdict.weights, left_out = [], left_out + 1

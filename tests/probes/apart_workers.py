@@ -1,6 +1,7 @@
 """Ranks that reduce no gradients, for test_training_apart.py."""
 
 import contextlib
+import copy
 import zlib
 
 import torch
@@ -196,3 +197,30 @@ def train_flat(read: str, run_dir: str | None) -> int:
     dist.barrier()
     dist.destroy_process_group()
     return zlib.crc32(b"".join(param.detach().numpy().tobytes() for param in params))
+
+
+def train_in_loops(kind: str, run_dir: str | None) -> int:
+    """Models of a few steps each, which begin as one: "copies" of it that ranks average, or "of each rank" (a search);
+    or the model itself, with an optimizer of its own for each loop ("one model")."""
+    from gradcheck_dist.probes import attach
+
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    with attach(run_dir, steps=range(RECORDED)) if run_dir else contextlib.nullcontext():
+        model = Net()
+        for loop in range(STEPS):
+            inner = model if kind == "one model" else copy.deepcopy(model)
+            optimizer = torch.optim.SGD(inner.parameters(), lr=0.1)
+            for k in range(2):
+                data = batch(rank, 2 * loop + k)
+                optimizer.zero_grad()
+                (token_sum(inner, data) / (data[1] >= 0).sum()).backward()
+                optimizer.step()
+            if kind == "copies":
+                for param, adapted in zip(model.parameters(), inner.parameters(), strict=True):
+                    moved = adapted.detach() - param.detach()
+                    dist.all_reduce(moved)
+                    param.data.add_(moved, alpha=1 / world)
+    dist.barrier()
+    dist.destroy_process_group()
+    return zlib.crc32(b"".join(param.detach().numpy().tobytes() for param in model.parameters()))

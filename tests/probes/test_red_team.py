@@ -17,6 +17,7 @@ from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.probes import attach
 from gradcheck_dist.reports import plain
 from gradcheck_dist.reports.document import build
+from gradcheck_dist.stream.diagnose import diagnose_run
 from gradcheck_dist.trace.run import read_run
 
 STEPS, ACCUMULATION = 3, 2
@@ -348,6 +349,7 @@ def test_a_coefficient_that_follows_a_schedule_is_not_accused(tmp_path: Path, sc
     assert (report.verdict, report.findings) == ("undetermined", [])
     off = next(number for number in schedule if number != 1)
     assert any(f"x {off:.6g} of a mean" in reason for reason in report.reasons)
+    assert diagnose_run(tmp_path / "run", first=True).verdict == "undetermined"
 
 
 def test_a_constant_beside_a_schedule_is_accused(tmp_path: Path) -> None:

@@ -166,3 +166,16 @@ def test_an_update_by_hand_may_read_what_was_reduced_where_it_lies(tmp_path: Pat
     assert [finding.code for finding in report.findings] == (["GS103"] if read == "grad" else [])
     assert any("the result is not in .grad" in reason for reason in report.reasons) == (read == "buffer")
     assert build(diagnose_run(run)) == build(report)
+
+
+@pytest.mark.parametrize("kind", ["copies", "of each rank", "one model"])
+def test_models_of_inner_loops_train_apart(tmp_path: Path, kind: str) -> None:
+    """Meta-learning and searches make them anew; an optimizer that is made anew makes no other model."""
+    run = tmp_path / "run"
+    recorded = launch("apart_workers:train_in_loops", (kind, str(run)), 2, timeout_s=60)
+    assert recorded == launch("apart_workers:train_in_loops", (kind, None), 2, timeout_s=60)
+    report = diagnose(read_run(run))
+    codes = {finding.code for finding in report.findings}
+    assert codes == ({"GS103", "GS301"} if kind == "one model" else set())
+    assert any("made anew" in reason for reason in report.reasons) == (kind != "one model")
+    assert build(diagnose_run(run)) == build(report)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 from gradcheck_dist import __version__
 from gradcheck_dist.diagnosis.finding import Report, RuleOutcomes, Tool, Verdict
@@ -14,7 +15,8 @@ from gradcheck_dist.diagnosis.rules import all_rules
 from gradcheck_dist.diagnosis.steps.open_steps import BLIND, no_step
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict, merged, recorded_norms
 from gradcheck_dist.diagnosis.steps.units import unit_list
-from gradcheck_dist.events import LATER_MODELS, AmpUnscale, ProbeStatus
+from gradcheck_dist.events import AmpUnscale
+from gradcheck_dist.ledger.apart import trained_later
 from gradcheck_dist.ledger.tracks import ParamKey
 from gradcheck_dist.trace.run import Run
 from gradcheck_dist.wording import numbered
@@ -34,7 +36,7 @@ def report_of(
     coverage = covered(run, [verdict.held for verdict in verdicts], references)
     reasons = list(dict.fromkeys(reason for verdict in verdicts for reason in verdict.reasons))
     reasons += gaps([(verdict.context.step, verdict.held) for verdict in verdicts])
-    reasons += [*_left_by_overflow(run), *_trained_later(run)]
+    reasons += [*_left_by_overflow(run), *dict.fromkeys(chain.from_iterable(trained_later(run).values()))]
     unseen = [step for step in blind if verdicts and step > verdicts[0].context.step]
     if unseen:
         reasons.append(f"{numbered('step', unseen)}: {BLIND}")
@@ -77,12 +79,6 @@ def report_of(
     )
     report.next_step = next_step(report)
     return report
-
-
-def _trained_later(run: Run) -> list[str]:
-    """Models that were trained behind the recorded steps, in none of which ranks reduced anything."""
-    statuses = (event for trace in run.ranks.values() for event in trace.events if isinstance(event, ProbeStatus))
-    return list(dict.fromkeys(event.reason for event in statuses if event.probe == LATER_MODELS))
 
 
 def _left_by_overflow(run: Run) -> list[str]:

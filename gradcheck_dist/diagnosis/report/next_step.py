@@ -17,6 +17,7 @@ from gradcheck_dist.diagnosis.open_cases.own_parameters import NO_SEED, OFF, ONE
 from gradcheck_dist.diagnosis.open_cases.parted_heads import PARTED
 from gradcheck_dist.diagnosis.open_cases.stepped_again import AGAIN
 from gradcheck_dist.diagnosis.open_cases.unread import OTHER_PARTS
+from gradcheck_dist.diagnosis.steps.alternatives import MADE_ANEW
 from gradcheck_dist.diagnosis.steps.changed_in import LINES
 from gradcheck_dist.diagnosis.steps.computed_behind import NOT_THEIRS
 from gradcheck_dist.diagnosis.steps.drift import DRIFTED, SET_APART
@@ -65,6 +66,8 @@ ONCE_A_STEP = (
     "optimizer.step() or before the first pass."
 )
 SAYS = {
+    MADE_ANEW: "Nothing to do where each rank is to train these models alone; else reduce their gradients, too. Steps "
+    "of a model that is made of them are judged where they are recorded (--steps).",
     "behind the recorded steps": "Record these steps as well; where what was recorded is only a reference, these "
     "alone.",
     NOT_EMPTIED: "Call optimizer.zero_grad() after every scaler.step(), also where it skips the step.",

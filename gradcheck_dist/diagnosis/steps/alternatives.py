@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import combinations
 
 from gradcheck_dist.diagnosis.steps.step_verdict import Cause, StepVerdict, cause
-from gradcheck_dist.ledger.apart import Averaged, averaged
+from gradcheck_dist.ledger.apart import Averaged, averaged, trained_later
 from gradcheck_dist.ledger.expected import TOTALS
 from gradcheck_dist.trace.run import Run
 from gradcheck_dist.wording import numbered
@@ -15,6 +16,9 @@ SKIPPED_APART = frozenset({"GS607", "GS609"})
 UNREDUCED = "GS103"
 SAME = 1e-3
 """Relative."""
+SEVERAL = 4
+"""Models that a program makes one after the other: a pair, and a reference for each, are a program's own."""
+MADE_ANEW = "made anew"
 OF_ALL = "rank's losses are divided by the tokens of all, and multiplied by the number of ranks"
 
 
@@ -123,13 +127,17 @@ def training_apart(run: Run, verdicts: list[StepVerdict]) -> list[StepVerdict]:
     DiLoCo): each is judged on its own tokens. The verdict stays open, since nobody follows the average. Where ranks
     divide the updates among them (ZeRO), what makes parameters alike again is the one rank's that stepped them."""
     found = trained_apart(run, verdicts)
-    if found is None:
+    if found is None and not _made_anew(run, verdicts):
         return verdicts
     chosen = [verdict if verdict.alone is None else verdict.alone for verdict in verdicts]
     chosen[0].reasons.append(
         f"ranks reduce no gradients between them, and {found.words}: local SGD, DiLoCo and other averages of "
         "parameters do this. So each rank's gradients are judged on its own tokens (inferred); how parameters are "
         "averaged is not judged"
+        if found is not None
+        else f"ranks reduce no gradients between them, and train models that are {MADE_ANEW}, one after the other: "
+        "inner loops of meta-learning, federated clients and searches do this. So each rank's gradients are judged on "
+        "its own tokens (inferred); what becomes of these models is not judged"
     )
     for verdict in chosen:
         if _take_shares_away(verdict):
@@ -138,6 +146,17 @@ def training_apart(run: Run, verdicts: list[StepVerdict]) -> list[StepVerdict]:
                 f"{OF_ALL}"
             )
     return chosen
+
+
+def _made_anew(run: Run, verdicts: Sequence[StepVerdict]) -> bool:
+    """Whether ranks that reduce nothing trained several models, of which none came again, and went on with others."""
+    if all(verdict.alone is None for verdict in verdicts) or any(verdict.shares_updates for verdict in verdicts):
+        return False
+    models = [frozenset(one.param for one in verdict.held) for verdict in verdicts]
+    in_turn = [model for index, model in enumerate(models) if index == 0 or model != models[index - 1]]
+    apart = all(one.isdisjoint(other) for one, other in combinations(in_turn, 2))
+    later = min(map(len, trained_later(run).values()), default=0)
+    return apart and len(in_turn) + later >= SEVERAL
 
 
 def leave_shares_open(verdicts: Sequence[StepVerdict]) -> None:

@@ -57,6 +57,18 @@ def leave_schedules_open(verdicts: Sequence[StepVerdict]) -> None:
         )
 
 
+def may_warm_up(verdict: StepVerdict, earlier: Sequence[StepVerdict]) -> bool:
+    """Whether what a step is accused of may be such a number, as long as few steps show the same one."""
+    conduct, errors = verdict.conduct, verdict.errors
+    if conduct is None or len(errors) != 1:
+        return False
+    number = prod(conduct.numbers.values())
+    if not 0 < number < 1 or not alike(conduct.losses * conduct.rest, number):
+        return False
+    before = [prod(one.conduct.numbers.values()) for one in earlier if one.conduct is not None]
+    return len(earlier) + 1 < LEAST_STEPS or not all(alike(one, number) for one in before)
+
+
 def _warming_up(conducts: Sequence[Conduct], tokens: Sequence[int | None]) -> list[str]:
     """The lines that multiply losses by less in the first steps than in the last, where all steps are right but for
     these, and none is a number that tokens make: those of the step, or of another."""
