@@ -211,6 +211,11 @@ def rates(*numbers: float) -> Doing:
     return doing
 
 
+def rates_before_a_clip(model: nn.Module, step: int) -> None:
+    rates(1.0, 0.65, 0.65**2)(model, step)
+    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+
+
 def assigned_rates(model: nn.Module, step: int) -> None:
     for param, number in zip(model.parameters(), (0.3, 0.5, 0.7), strict=False):
         assert param.grad is not None
@@ -219,13 +224,38 @@ def assigned_rates(model: nn.Module, step: int) -> None:
 
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize(
-    "doing", [scale_head(0.33714), scale_head(0.07), rates(1.0, 0.65, 0.65**2), rates(0.9, 0.81, 0.5), assigned_rates]
+    "doing",
+    [
+        scale_head(0.33714),
+        scale_head(0.07),
+        rates(1.0, 0.65, 0.65**2),
+        rates(0.9, 0.81, 0.5),
+        assigned_rates,
+        rates_before_a_clip,
+    ],
 )
 def test_rates_that_lines_give_layers_may_be_meant(tmp_path: Path, doing: Doing, steps: int) -> None:
     report = train(tmp_path, doing, steps=steps)
     assert (report.verdict, report.findings) == ("undetermined", [])
     assert any("test_handmade.py" in reason and "Up to there" in reason for reason in report.reasons), report.reasons
     assert steps == 1 or any("rates of their own" in reason for reason in report.reasons), report.reasons
+
+
+def rates_and_a_division(model: nn.Module, step: int) -> None:
+    rates(1.0, 0.65, 0.65**2)(model, step)
+    for grad in gradients(model):
+        grad.div_(2)
+
+
+def rates_behind_a_division(model: nn.Module, step: int) -> None:
+    for grad in gradients(model):
+        grad.div_(2)
+    rates(1.0, 0.65, 0.65**2)(model, step)
+
+
+@pytest.mark.parametrize("doing", [rates_and_a_division, rates_behind_a_division])
+def test_rates_hide_no_division_of_all(tmp_path: Path, doing: Doing) -> None:
+    assert "GS000" in {finding.code for finding in train(tmp_path, doing).findings}
 
 
 @pytest.mark.parametrize("doing", [rates(0.5, 0.25, 0.125), rates(1 / 3, 1 / 3)])

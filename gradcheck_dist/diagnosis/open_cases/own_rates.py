@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gradcheck_dist.diagnosis.causes.case import Case
-from gradcheck_dist.diagnosis.weights.cells import Cell
+from gradcheck_dist.diagnosis.weights.cells import Cell, Held
 from gradcheck_dist.diagnosis.weights.factors import name_number
 from gradcheck_dist.diagnosis.weights.written import SIMPLE, Measured, distinct
 from gradcheck_dist.diagnosis.words import in_short
@@ -13,8 +13,6 @@ from gradcheck_dist.ledger.tracks import StepData
 
 FEW = 8
 """How often something may act too often, as a whole number."""
-SEVERAL = 3
-"""Unlike numbers that no one constant makes of all gradients."""
 
 
 def own_rates(case: Case, _: StepData) -> str | None:
@@ -36,14 +34,18 @@ def own_rates(case: Case, _: StepData) -> str | None:
     )
 
 
-def are_rates(case: Case) -> bool:
+def are_rates(case: Case, judged: Sequence[Held]) -> bool:
     """Whether what the program's lines do behind right weights may give layers rates of their own: one number for each
     parameter, in all passes and on all ranks, that a line is seen to multiply by and no degree or count makes, or
-    several of which one is none such. Where no parameter is left as it was, a line is seen and these are several."""
-    unlike, is_seen = distinct(_numbers(case)), case.culprit.write is not None
-    if all(_is_counted(number, case) for number, _ in unlike):
+    several of which one is none such. Others are left as they were."""
+    concerned, on_each = {one.param for one in case.held}, {(one.param, one.rank) for one in case.held}
+    left = any(one.param not in concerned for one in judged if one.cells)
+    unlike = distinct(_numbers(case))
+    if not left or all(_is_counted(number, case) for number, _ in unlike):
         return False
-    return is_seen and len(unlike) >= SEVERAL if case.everywhere else len(unlike) >= (1 if is_seen else 2)
+    if any(one.param in concerned and (one.param, one.rank) not in on_each for one in judged if one.cells):
+        return False  # some ranks' copies alone
+    return len(unlike) > 1 or case.culprit.write is not None
 
 
 def _numbers(case: Case) -> list[Measured]:

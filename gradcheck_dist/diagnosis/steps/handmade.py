@@ -112,7 +112,8 @@ def _change_of(verdict: StepVerdict, case: Case, finding: Finding, effect: Effec
         stands=stands,
         spared=spared,
         recorded=recorded,
-        rates=not (parted or spared or makes_up or or_loss or abs(recorded - 1) > VAGUE) and are_rates(case),
+        rates=not (parted or spared or makes_up or or_loss or abs(recorded - 1) > VAGUE)
+        and are_rates(case, verdict.held),
     )
 
 
@@ -122,7 +123,9 @@ def _recorded(verdict: StepVerdict, case: Case) -> float:
     if case.pattern.kind == "uniform" or not is_last(case):
         return 1.0
     best = sorted((pair for pair in case.cells if pair[1].ratio), key=lambda pair: pair[1].tolerance)[:OFTEN]
-    gaps = [(cell.ratio, account(verdict.data, held, cell).gaps[-1:]) for held, cell in best]
+    before = type(case.culprit.before)
+    known = [(cell.ratio, account(verdict.data, held, cell).gaps) for held, cell in best]
+    gaps = [(ratio, [gap for gap in of_cell if isinstance(gap.end, before)][-1:]) for ratio, of_cell in known]
     found = distinct([(ratio / last.factor, VAGUE) for ratio, of in gaps for last in of if last.factor])
     return found[0][0] if len(found) == 1 else 1.0
 
