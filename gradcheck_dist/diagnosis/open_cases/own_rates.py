@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from gradcheck_dist.diagnosis.causes.case import Case
 from gradcheck_dist.diagnosis.weights.cells import Cell, Held
 from gradcheck_dist.diagnosis.weights.factors import name_number
-from gradcheck_dist.diagnosis.weights.written import SIMPLE, Measured, distinct
+from gradcheck_dist.diagnosis.weights.written import SIMPLE, Measured, distinct, same
 from gradcheck_dist.diagnosis.words import in_short
 from gradcheck_dist.ledger.tracks import StepData
 
@@ -34,18 +34,21 @@ def own_rates(case: Case, _: StepData) -> str | None:
     )
 
 
-def are_rates(case: Case, judged: Sequence[Held]) -> bool:
+def are_rates(case: Case, judged: Sequence[Held], *, makes_up: bool) -> bool:
     """Whether what the program's lines do behind right weights may give layers rates of their own: one number for each
     parameter, in all passes and on all ranks, that a line is seen to multiply by and no degree or count makes, or
-    several of which one is none such. Others are left as they were."""
+    several of which one is none such. Others are left as they were. `makes_up`: the weights were off before, as those
+    of the others, and a line is seen to multiply by what they are off by now."""
     concerned, on_each = {one.param for one in case.held}, {(one.param, one.rank) for one in case.held}
     left = any(one.param not in concerned for one in judged if one.cells)
-    unlike = distinct(_numbers(case))
+    unlike, write = distinct(_numbers(case)), case.culprit.write
+    if makes_up and not any(same(one, (write.factor, 0.0)) for one in unlike if write is not None and write.factor):
+        return False
     if not left or all(_is_counted(number, case) for number, _ in unlike):
         return False
     if any(one.param in concerned and (one.param, one.rank) not in on_each for one in judged if one.cells):
         return False  # some ranks' copies alone
-    return len(unlike) > 1 or case.culprit.write is not None
+    return len(unlike) > 1 or write is not None
 
 
 def _numbers(case: Case) -> list[Measured]:

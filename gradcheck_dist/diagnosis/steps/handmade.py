@@ -112,8 +112,8 @@ def _change_of(verdict: StepVerdict, case: Case, finding: Finding, effect: Effec
         stands=stands,
         spared=spared,
         recorded=recorded,
-        rates=not (parted or spared or makes_up or or_loss or abs(recorded - 1) > VAGUE)
-        and are_rates(case, verdict.held),
+        rates=not (parted or spared or or_loss or abs(recorded - 1) > VAGUE)
+        and are_rates(case, verdict.held, makes_up=makes_up),
     )
 
 
@@ -347,11 +347,11 @@ def _lasts_beside_others(several: Mapping[Key, Mapping[int, Measured]]) -> bool:
 
 
 def _of_rates(change: Change) -> str:
+    until = "All others come out right" if change.makes_up else "Up to there the weights are right"
     return (
         f"{change.words} multiplies the gradients of {plural(change.num_parameters, 'parameter')} "
         f"({_size(change)}), by one number each in all passes and on all ranks: lines that give layers rates of their "
-        "own do this, and no degree or count makes these numbers. Whether it is meant is not known. Up to there the "
-        "weights are right"
+        f"own do this, and no degree or count makes these numbers. Whether it is meant is not known. {until}"
     )
 
 
