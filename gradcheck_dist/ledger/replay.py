@@ -25,7 +25,7 @@ from gradcheck_dist.events import (
     ScaleGrads,
     ZeroGrad,
 )
-from gradcheck_dist.ledger.buffers import Buffer, Column, Entry, Replay
+from gradcheck_dist.ledger.buffers import GONE_SIGMAS, Buffer, Column, Entry, Replay
 from gradcheck_dist.ledger.composed import Measured, is_another, made_up_of, unless_others_would_do, where_not_known
 from gradcheck_dist.ledger.copies import Copies
 from gradcheck_dist.ledger.inside_steps import seen_inside
@@ -332,9 +332,15 @@ class _Machine:
             buffer.find_leftover(chain[3])
             return chain  # nor do all contributions explain what is left of it: it is noise, as of what cancelled
         if self.left is not None and direct is not None:
-            # Kept elsewhere (main_grad, which grows beside .grad), it comes back with what was added to it there.
+            # Kept elsewhere (main_grad, which grows beside .grad), it comes back with what was added to it there. Where
+            # something is taken away, the program computes it (variance reduction: a mean that the last step read).
             added = self._solve(point, [self.left, *everything], np.append(0.0, buffer.nominal[arrived]))
-            if added is not None and added[3].fits and added[3].checked and added[3].shows(0):
+            known = added is not None and added[3].fits and added[3].checked and added[3].shows(0)
+            if (
+                added is not None
+                and known
+                and (np.nan_to_num(added[0]) >= -GONE_SIGMAS * np.nan_to_num(added[1])).all()
+            ):
                 buffer.leftover = True
                 return added
         if direct is None:

@@ -400,6 +400,39 @@ def test_a_gradient_that_is_replaced_is_not_stale(tmp_path: Path) -> None:
     assert (report.verdict, codes(report)) == ("clean", [])
 
 
+@pytest.mark.parametrize("empties", [True, False])
+def test_a_mean_that_the_last_step_read_is_no_stale_gradient(tmp_path: Path, empties: bool) -> None:
+    """Variance reduction (SVRG): its first step reads the mean of all batches, later ones add it to a difference."""
+    model = Net()
+    params = list(model.parameters())
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    data = [batch(0, k) for k in range(3)]
+
+    def loss(k: int) -> Tensor:
+        return F.cross_entropy(*logits_of(model, data[k]))
+
+    snapshot = [param.detach().clone() for param in params]
+    mean = torch.autograd.grad(sum((loss(k) for k in range(3)), torch.zeros(())) / 3, params)
+    with attach(tmp_path / "run"):
+        for step in range(3):
+            now = [param.detach().clone() for param in params]
+            for param, value in zip(params, snapshot, strict=True):
+                param.data.copy_(value)
+            before = torch.autograd.grad(loss(step), params)
+            for param, value in zip(params, now, strict=True):
+                param.data.copy_(value)
+            if empties:
+                optimizer.zero_grad()
+            loss(step).backward()
+            for param, old, whole in zip(params, before, mean, strict=True):
+                assert param.grad is not None
+                param.grad += whole - old if empties else 0.0
+            optimizer.step()
+    report = judged(tmp_path)
+    assert report.verdict == ("undetermined" if empties else "findings")
+    assert ("GS402" in codes(report)) != empties
+
+
 def test_class_weights_below_a_loss_scale_count_as_without_it(tmp_path: Path) -> None:
     """Also where a clip by parameter hides what the weights come to."""
     model, scaler = Net(), torch.amp.GradScaler("cpu", init_scale=1024.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -76,3 +77,30 @@ def shares_of_too_many(mean: Tensor, k: int, sizes: Sequence[int]) -> Tensor:
 )
 def test_what_divides_or_follows_counts_is_no_coefficient(tmp_path: Path, loss: Loss, sizes: Sequence[int]) -> None:
     assert trained(tmp_path, loss, sizes).verdict == "findings"
+
+
+@pytest.mark.parametrize("in_a_loop", [False, True])
+def test_lines_that_lead_into_a_library_tell_losses_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_a_loop: bool
+) -> None:
+    """`accelerator.backward(loss)` begins every pass on one line of its own."""
+    packages = tmp_path / "lib/python3.11/site-packages"
+    packages.mkdir(parents=True)
+    (packages / "engine_of_sources.py").write_text("def backward(loss):\n    loss.backward()\n")
+    monkeypatch.syspath_prepend(packages)
+    backward = importlib.import_module("engine_of_sources").backward
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with attach(tmp_path / "run"):
+        for _ in range(2):
+            (one, other), (two, twice) = torch.randint(20, (2, 4, 4)), torch.randint(20, (2, 4, 9))
+            if in_a_loop:
+                for tokens, labels in ((one, other), (two, twice)):
+                    backward(F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten()))
+            else:
+                backward(F.cross_entropy(model(one).flatten(0, 1), other.flatten()))
+                backward(F.cross_entropy(model(two).flatten(0, 1), twice.flatten()))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert diagnose(read_run(tmp_path / "run")).verdict == ("findings" if in_a_loop else "undetermined")

@@ -245,9 +245,10 @@ def _place(contribution: Contribution) -> Place:
 
 
 def line_of(event: Event | None) -> str:
-    """Where an event happened, in short; "" where that is not known."""
+    """The line on which an event happened, in short, or the user's own that led into a library there (accelerate's
+    backward); "" where that is not known."""
     site = event.site if event is not None else None
-    return site.short if site is not None else ""
+    return (site.called_from or "").rpartition("/")[2] or site.short if site is not None else ""
 
 
 def fits(measured: list[Held], contributions: Contributions, expected: Mapping[ContributionKey, Fraction]) -> bool:
