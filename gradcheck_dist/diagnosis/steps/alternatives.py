@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import combinations
 
 from gradcheck_dist.diagnosis.steps.step_verdict import Cause, StepVerdict, cause
-from gradcheck_dist.ledger.apart import Averaged, averaged, trained_later
+from gradcheck_dist.ledger.apart import averaged, trained_later
 from gradcheck_dist.ledger.expected import TOTALS
 from gradcheck_dist.trace.run import Run
 from gradcheck_dist.wording import numbered
@@ -115,30 +115,43 @@ def may_all_be_one_batch(verdict: StepVerdict, earlier: Sequence[StepVerdict]) -
     return not earlier or not with_one_batch([*earlier[-1:], verdict])[-1].errors
 
 
-def trained_apart(run: Run, verdicts: Sequence[StepVerdict]) -> Averaged | None:
-    """What tells that ranks train apart, so that their steps are judged by `alone`; None where they do not."""
+def trained_apart(run: Run, verdicts: Sequence[StepVerdict]) -> str | None:
+    """What tells that ranks train apart, in words, so that their steps are judged by `alone`; None where they do not."""
     if all(verdict.alone is None for verdict in verdicts) or any(verdict.shares_updates for verdict in verdicts):
         return None
-    return averaged(run)
+    if (found := averaged(run)) is not None:
+        return (
+            f"{found.words}: local SGD, DiLoCo and other averages of parameters do this. So each rank's gradients are "
+            "judged on its own tokens (inferred); how parameters are averaged is not judged"
+        )
+    if not _are_made_anew(run, verdicts):
+        return None
+    return (
+        f"train models that are {MADE_ANEW}, one after the other: inner loops of meta-learning, federated clients and "
+        "searches do this. So each rank's gradients are judged on its own tokens (inferred); what becomes of these "
+        "models is not judged"
+    )
+
+
+def _are_made_anew(run: Run, verdicts: Sequence[StepVerdict]) -> bool:
+    """Whether several models were trained of which none came again, also behind the recorded steps."""
+    models = [frozenset(one.param for one in verdict.held) for verdict in verdicts]
+    in_turn = [model for index, model in enumerate(models) if index == 0 or model != models[index - 1]]
+    apart = all(one.isdisjoint(other) for one, other in combinations(in_turn, 2))
+    later = min(map(len, trained_later(run).values()), default=0)
+    return apart and len(in_turn) + later >= SEVERAL
 
 
 def training_apart(run: Run, verdicts: list[StepVerdict]) -> list[StepVerdict]:
-    """Ranks that never reduce gradients and whose parameters are averaged instead train apart on purpose (local SGD,
-    DiLoCo): each is judged on its own tokens. The verdict stays open, since nobody follows the average. Where ranks
-    divide the updates among them (ZeRO), what makes parameters alike again is the one rank's that stepped them."""
+    """Ranks that never reduce gradients and whose parameters are averaged instead (local SGD, DiLoCo), or that go from
+    one model to the next, train apart on purpose: each is judged on its own tokens. The verdict stays open, since
+    nobody follows the average. Where ranks divide the updates among them (ZeRO), what makes parameters alike again is
+    the one rank's that stepped them."""
     found = trained_apart(run, verdicts)
-    if found is None and not _made_anew(run, verdicts):
+    if found is None:
         return verdicts
     chosen = [verdict if verdict.alone is None else verdict.alone for verdict in verdicts]
-    chosen[0].reasons.append(
-        f"ranks reduce no gradients between them, and {found.words}: local SGD, DiLoCo and other averages of "
-        "parameters do this. So each rank's gradients are judged on its own tokens (inferred); how parameters are "
-        "averaged is not judged"
-        if found is not None
-        else f"ranks reduce no gradients between them, and train models that are {MADE_ANEW}, one after the other: "
-        "inner loops of meta-learning, federated clients and searches do this. So each rank's gradients are judged on "
-        "its own tokens (inferred); what becomes of these models is not judged"
-    )
+    chosen[0].reasons.append(f"ranks reduce no gradients between them, and {found}")
     for verdict in chosen:
         if _take_shares_away(verdict):
             verdict.reasons.append(
@@ -146,17 +159,6 @@ def training_apart(run: Run, verdicts: list[StepVerdict]) -> list[StepVerdict]:
                 f"{OF_ALL}"
             )
     return chosen
-
-
-def _made_anew(run: Run, verdicts: Sequence[StepVerdict]) -> bool:
-    """Whether ranks that reduce nothing trained several models, of which none came again, and went on with others."""
-    if all(verdict.alone is None for verdict in verdicts) or any(verdict.shares_updates for verdict in verdicts):
-        return False
-    models = [frozenset(one.param for one in verdict.held) for verdict in verdicts]
-    in_turn = [model for index, model in enumerate(models) if index == 0 or model != models[index - 1]]
-    apart = all(one.isdisjoint(other) for one, other in combinations(in_turn, 2))
-    later = min(map(len, trained_later(run).values()), default=0)
-    return apart and len(in_turn) + later >= SEVERAL
 
 
 def leave_shares_open(verdicts: Sequence[StepVerdict]) -> None:
