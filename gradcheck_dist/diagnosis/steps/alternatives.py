@@ -116,7 +116,7 @@ def may_all_be_one_batch(verdict: StepVerdict, earlier: Sequence[StepVerdict]) -
 
 
 def trained_apart(run: Run, verdicts: Sequence[StepVerdict]) -> str | None:
-    """What tells that ranks train apart, in words, so that their steps are judged by `alone`; None where they do not."""
+    """What tells that ranks train apart, in words: then their steps are judged by `alone`. None where they do not."""
     if all(verdict.alone is None for verdict in verdicts) or any(verdict.shares_updates for verdict in verdicts):
         return None
     if (found := averaged(run)) is not None:
