@@ -4,9 +4,8 @@
     loss(model, batch).backward()
 
 Where each pass weighs by just this number what a mean over its own tokens does, nothing else divides or multiplies
-these losses. They may be meant to add up so, and nothing tells what their coefficients should come to. What is called a
-weight may be a coefficient of passes that are divided by their number, too. A number that follows the tokens of its
-pass is a share of these and no coefficient, and what divides is a normaliser.
+these losses. They may be meant to add up so, and nothing tells what their coefficients should come to. A number that
+follows the tokens of its pass is a share of these and no coefficient, and what divides is a normaliser.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from operator import and_
 
 from gradcheck_dist.diagnosis.losses.aim import Aim
 from gradcheck_dist.diagnosis.losses.several_losses import MEANT, SAME, OwnMeans, fits, own_weights, usual
-from gradcheck_dist.diagnosis.losses.written_coefficients import is_called_a_weight
 from gradcheck_dist.diagnosis.weights.cells import Held
 from gradcheck_dist.diagnosis.weights.degrees import same
 from gradcheck_dist.diagnosis.weights.named_counts import may_be_a_coefficient, numbers_of
@@ -50,18 +48,13 @@ def source_by_source(target: Aim, objective: str, data: StepData, measured: list
         return None
     own = own_weights(target, objective, slots.values())
     shares = {slot: usual(measured, target.contributions, own, keys) for slot, keys in slots.items()}
-    each = shares[next(iter(slots))] / numbers[next(iter(slots))]
-    weights = all(is_called_a_weight(number) for of_slot in found.values() for number in of_slot)
-    if not all(same(shares[slot], numbers[slot] * each, SAME) for slot in slots):
+    if not all(same(shares[slot], numbers[slot], SAME) for slot in slots):
         return None
-    if not (same(each, 1, SAME) or (weights and same(each * len(slots), 1, SAME))):
-        return None
-    factors = {slot: number * each for slot, number in numbers.items()}
-    scaled = target.filled({key: own[key] * Fraction(factors[slot]) for slot, keys in slots.items() for key in keys})
+    scaled = target.filled({key: own[key] * Fraction(numbers[slot]) for slot, keys in slots.items() for key in keys})
     if not fits(measured, target.contributions, scaled):
         return None
     lines = dict.fromkeys(f"{one.site.short} ({one.written})" for of_slot in found.values() for one in of_slot)
-    shown = " and ".join(f"x {number:.4g}" for number in dict.fromkeys(factors.values()))
+    shown = " and ".join(f"x {number:.4g}" for number in dict.fromkeys(numbers.values()))
     reason = (
         f"passes weigh {shown} of a mean over their own tokens, as {' and '.join(lines)} multiplies their losses: "
         f"sources of data, or tasks, that have a coefficient each and add up. {MEANT.capitalize()} is not known. "
