@@ -157,9 +157,9 @@ def train(variant: str, run_dir: str | None) -> int:
                 flat_reduce(model, divisor, before="before" in variant, written="not written" not in variant)
                 if "look" in variant:
                     flat_reduce(model, 1, written=False)
-            if "rates" in variant and (dist.get_rank() == 0 or "one rank" not in variant):
-                for param in list(model.parameters())[:2]:
-                    param.grad.mul_(0.35)
+            if "rates on one rank" in variant and dist.get_rank() == 0:
+                for rate, param in zip((0.35, 0.6), model.parameters(), strict=False):
+                    param.grad.mul_(rate)
             if variant == "divided at first":
                 reduced_one_by_one(model, divide=step == 0)
             if variant.startswith("gathered"):

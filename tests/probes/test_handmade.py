@@ -187,6 +187,7 @@ def test_some_layers_that_are_given_no_gradient_may_be_frozen(tmp_path: Path, do
 
 CONSTANTS: dict[str, tuple[Doing, list[int]]] = {
     "a half on the head": (scale_head(0.5), [0, 1, 2]),
+    "a number of many digits on the head": (scale_head(0.33714), [0, 1, 2]),
     "a half on the head behind a clip of all": (half_a_head_behind_a_clip, [0, 1, 2]),
     "divided by tokens twice": (by_tokens_again, [0, 1, 2]),
     "a half on biases, where noise is added to the others": (half_on_biases_beside_noise, [0, 1, 2]),
@@ -199,6 +200,13 @@ def test_a_constant_is_found(tmp_path: Path, name: str) -> None:
     doing, steps = CONSTANTS[name]
     report = train(tmp_path, doing)
     assert [(finding.code, finding.steps) for finding in report.findings] == [("GS000", steps)]
+
+
+def test_a_number_of_many_digits_needs_two_steps(tmp_path: Path) -> None:
+    assert train(tmp_path / "one", scale_head(0.33714), steps=1).verdict == "undetermined"
+    finding = train(tmp_path / "two", scale_head(0.33714), steps=2).findings[0]
+    assert finding.factor.observed == pytest.approx(0.33714, rel=1e-4)
+    assert "the same in 2 steps" in finding.explanation
 
 
 def rates(*numbers: float) -> Doing:
@@ -226,8 +234,6 @@ def assigned_rates(model: nn.Module, step: int) -> None:
 @pytest.mark.parametrize(
     "doing",
     [
-        scale_head(0.33714),
-        scale_head(0.07),
         rates(1.0, 0.65, 0.65**2),
         rates(0.9, 0.81, 0.5),
         assigned_rates,

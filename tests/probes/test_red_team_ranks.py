@@ -19,7 +19,6 @@ EXPECTED = {
     "flat, not written back": ("findings", ["GS103"]),
     "flat, divided before, not written back": ("findings", ["GS103"]),
     "flat, written back and once more for a look": ("clean", []),
-    "flat, rates": ("undetermined", []),
     "flat, rates on one rank": ("findings", ["GS000"]),
     "gathered": ("clean", []),
     "gathered, the first taken": ("findings", ["GS000"]),

@@ -36,9 +36,9 @@ def own_rates(case: Case, _: StepData) -> str | None:
 
 def are_rates(case: Case, judged: Sequence[Held], *, makes_up: bool) -> bool:
     """Whether what the program's lines do behind right weights may give layers rates of their own: one number for each
-    parameter, in all passes and on all ranks, that a line is seen to multiply by and no degree or count makes, or
-    several of which one is none such. Others are left as they were. `makes_up`: the weights were off before, as those
-    of the others, and a line is seen to multiply by what they are off by now."""
+    parameter, in all passes and on all ranks, of which there are several and one at least is made of no degree or
+    count. Others are left as they were. `makes_up`: the weights were off before, as those of the others, and a line is
+    seen to multiply by what they are off by now."""
     concerned, on_each = {one.param for one in case.held}, {(one.param, one.rank) for one in case.held}
     left = any(one.param not in concerned for one in judged if one.cells)
     unlike, write = distinct(_numbers(case)), case.culprit.write
@@ -48,7 +48,7 @@ def are_rates(case: Case, judged: Sequence[Held], *, makes_up: bool) -> bool:
         return False
     if any(one.param in concerned and (one.param, one.rank) not in on_each for one in judged if one.cells):
         return False  # some ranks' copies alone
-    return len(unlike) > 1 or write is not None
+    return len(unlike) > 1  # one number may be anything that somebody forgot there
 
 
 def _numbers(case: Case) -> list[Measured]:
