@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -53,6 +53,14 @@ class StepFacts:
     def mixed(self) -> Mixed:
         """Which reductions join tensors that are no copies of one another."""
         return mixed(self.data, self.contributions.coordinate)
+
+    def trained_on(self, ranks: Collection[int]) -> frozenset[ParamKey]:
+        """The parameters that got a gradient on some of these ranks."""
+        return frozenset(
+            key
+            for key, of_rank in self.data.tracks.items()
+            if any(track.leaves for rank, track in of_rank.items() if rank in ranks)
+        )
 
     @property
     def weights_right(self) -> bool:

@@ -60,11 +60,7 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
             "tensor of its own.",
         ),
         pattern=f"{number} with the gradients of earlier ones",
-        params=frozenset(
-            key
-            for key, of_rank in facts.data.tracks.items()
-            if any(track.leaves for rank, track in of_rank.items() if rank in ranks)
-        ),
+        params=facts.trained_on(ranks),
         ranks=tuple(ranks),
         rank=first.rank,
         event=first.left,

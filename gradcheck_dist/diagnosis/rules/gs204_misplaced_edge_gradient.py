@@ -66,11 +66,7 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
             "their gradients back, each output with its own.",
         ),
         pattern=f"{plural(len(found), 'pass')} with the gradients of {'other tensors' if within else 'other passes'}",
-        params=frozenset(
-            key
-            for key, of_rank in facts.data.tracks.items()
-            if any(track.leaves for rank, track in of_rank.items() if rank in ranks)
-        ),
+        params=facts.trained_on(ranks),
         ranks=tuple(ranks),
         rank=first.place[0],
         event=first.entered,
