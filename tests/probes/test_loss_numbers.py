@@ -229,6 +229,8 @@ def test_a_half_that_makes_up_for_a_sum_that_is_done_twice_leaves_the_verdict_op
     report = trained_on_ranks(tmp_path / "half", "half, again")
     assert (report.verdict, report.findings) == ("undetermined", [])
     assert "adds up again what these hold alike" in report.reasons[0]
+    run = read_run(tmp_path / "half")
+    assert diagnose(run, objective="global-token-mean").verdict == "undetermined", "that declares no coefficient"
 
 
 def test_what_is_off_by_more_than_the_ranks_that_divide_it_accuses_nobody(tmp_path: Path) -> None:

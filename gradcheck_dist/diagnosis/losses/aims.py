@@ -364,6 +364,7 @@ def _of_elements(counted: Counted, whole: str) -> Aim:
     if result.of_weighted and not computed:
         why = "the losses weigh each token by a number of its own"
     result.remarks.append(f"{why}, and each pass's {whole}: weights are those of its {counted.words}")
+    result.reasons += [counted.made_up] if counted.made_up else []
     result.other = (counted.reason, counted.asked) if counted.asked is not None else None
     return result
 

@@ -47,13 +47,14 @@ OPEN = {
 class Counted:
     """Contributions that count elements or rows, what each of these should weigh, and `words` for what they are.
     `reason`: what leaves it open that this is right; "" where nothing does. Then `asked` is what the objective asks for
-    that nobody declared."""
+    that nobody declared. `made_up`: why they may be right by chance, whatever is declared."""
 
     contributions: Contributions
     expected: dict[ContributionKey, Fraction]
     tokens: dict[ContributionKey, int]
     words: str
     reason: str = ""
+    made_up: str = ""
     asked: dict[ContributionKey, Fraction] | None = None
 
 
@@ -71,8 +72,7 @@ def by_elements(
         for one in counts:
             one.expected = expect(asked, one.tokens)
             if _right(one, measured, judge):
-                one.reason = made_up_for(one.contributions, judge(measured, one.contributions, one.expected))
-                one.asked = one.expected if one.reason else None
+                one.made_up = made_up_for(one.contributions, judge(measured, one.contributions, one.expected))
                 return by_other(one, asked, objective, expect)
     for one in counts:
         one.expected = expect(objective, one.tokens)
