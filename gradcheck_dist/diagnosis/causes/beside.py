@@ -1,11 +1,11 @@
-"""What reduces other gradients on a rank where nothing reduces this one."""
+"""What is done to other gradients on a rank, and not to these: a reduction, or a line that multiplies."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
 from gradcheck_dist.diagnosis.weights.cells import Held
-from gradcheck_dist.events import DATA_PARALLEL, Reduce
+from gradcheck_dist.events import DATA_PARALLEL, SCALED, GradWrite, Reduce
 from gradcheck_dist.ledger.tracks import StepData
 
 
@@ -29,3 +29,22 @@ def reduced_beside(
             and mine.isdisjoint(data.params_of(rank, event.params))
         ]
     return max(found, key=lambda event: event.seq, default=None)
+
+
+def scaled_beside(data: StepData, held: Sequence[Held], off: float, tolerance: float) -> GradWrite | None:
+    """The line that multiplies other gradients by what would put these right, which are `off` by a number; None where
+    none was seen, or several do so."""
+    found: list[GradWrite] = []
+    for rank in sorted({rank for one in held for rank in one.ranks}):
+        mine = {data.tracks[one.param][rank].param.id for one in held if rank in data.tracks[one.param]}
+        found += [
+            event
+            for event in data.events[rank]
+            if isinstance(event, GradWrite)
+            and event.op == SCALED
+            and event.params is not None
+            and event.site is not None
+            and abs((event.factor or 0.0) * off - 1) <= tolerance
+            and mine.isdisjoint(data.params_of(rank, event.params))
+        ]
+    return found[0] if len({(one.site.file, one.site.line) for one in found if one.site is not None}) == 1 else None

@@ -37,7 +37,7 @@ from gradcheck_dist.diagnosis.weights.context import StepContext
 from gradcheck_dist.diagnosis.weights.factors import name_number
 from gradcheck_dist.diagnosis.weights.patterns import Pattern
 from gradcheck_dist.diagnosis.words import in_short, that_write
-from gradcheck_dist.events import Backward, Reduce
+from gradcheck_dist.events import Backward, GradWrite, Reduce
 
 CODE = "GS000"
 NAME = "unexplained-scale"
@@ -188,6 +188,9 @@ def judge(case: Case) -> Answer:
             line = f" at {site.short}" if site is not None else ""
             kind = culprit.missing.__struct_config__.tag
             where += f" Other gradients went through the {kind} event{line}; these did not."
+            if isinstance(culprit.missing, GradWrite) and site is not None:
+                where = f"{site.short} multiplies other gradients by {culprit.missing.factor:.6g}, and not these."
+                fix = f"Do to these parameters what {site.short} does to the others."
     else:
         measured = f"{culprit.factor:.6g}" if culprit.factor is not None else "an unknown factor"
         documented = f" (documented: {culprit.nominal:.6g})" if culprit.nominal is not None else ""

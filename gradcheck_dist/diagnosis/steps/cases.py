@@ -9,7 +9,7 @@ from fractions import Fraction
 from statistics import median
 
 from gradcheck_dist.diagnosis.causes.alone import without_divisions_alone
-from gradcheck_dist.diagnosis.causes.beside import reduced_beside
+from gradcheck_dist.diagnosis.causes.beside import reduced_beside, scaled_beside
 from gradcheck_dist.diagnosis.causes.blame import Blame, accounted, blame
 from gradcheck_dist.diagnosis.causes.case import Case, common_factor, is_common_factor, join_alike, name_case
 from gradcheck_dist.diagnosis.causes.culprit import Culprit, blame_loss, order
@@ -33,7 +33,7 @@ from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
 from gradcheck_dist.diagnosis.weights.cells import Cell, Held, average, judge, loss_rounding, pool
 from gradcheck_dist.diagnosis.weights.patterns import Pattern, Sample, explain
 from gradcheck_dist.diagnosis.weights.quiet import losses_show
-from gradcheck_dist.events import Backward, GradientNorm, GradWrite, Reduce, Site
+from gradcheck_dist.events import Backward, Event, GradientNorm, GradWrite, Reduce, Site
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
 from gradcheck_dist.ledger.tracks import ParamKey, StepData
 
@@ -212,9 +212,7 @@ def _case(verdict: StepVerdict, blamed: Blame, judged: list[Held]) -> Case:
     )
     case.everywhere = case.concerns_all(judged)
     if case.culprit.absent and case.culprit.missing is None:
-        place = verdict.contributions.coordinate
-        gone = {cell.key[0] for held, cell in case.cells if not cell.right and place.get(held.rank) != cell.key[0]}
-        case.culprit = replace(case.culprit, missing=reduced_beside(verdict.data, place, case.held, gone))
+        case.culprit = replace(case.culprit, missing=_done_beside(verdict, case))
     pattern = case.pattern
     off, allowed = pattern.factor, 2 * pattern.tolerance
     case.culprit = behind_bare_sum(verdict.data, case.culprit, case.held, off, allowed, verdict.context.quantities)
@@ -230,6 +228,15 @@ def _case(verdict: StepVerdict, blamed: Blame, judged: list[Held]) -> Case:
         case.summing = summing(verdict.data, verdict.contributions, case.held)
     name_case(case)
     return case
+
+
+def _done_beside(verdict: StepVerdict, case: Case) -> Event | None:
+    """What other gradients went through, and these did not: a reduction that would bring what is gone, or a line."""
+    data, place = verdict.data, verdict.contributions.coordinate
+    gone = {cell.key[0] for held, cell in case.cells if not cell.right and place.get(held.rank) != cell.key[0]}
+    if case.pattern.kind == "uniform" and case.pattern.factor:
+        return scaled_beside(data, case.held, case.pattern.factor, max(SAME, 2 * case.pattern.tolerance))
+    return reduced_beside(data, place, case.held, gone)
 
 
 def _did_all(data: StepData, write: GradWrite, case: Case) -> bool:
