@@ -88,9 +88,8 @@ def diagnose_run(
             if before is not None and verdict.context.step > before:
                 stopped_at = verdict.context.step
                 break
-            found = bool(verdict.errors)
-            waits = waits_for_others(verdict, verdicts) or may_all_be_one_batch(verdict, verdicts)
-            found = found and not waits and not may_warm_up(verdict, verdicts)
+            waits = (waits_for_others, may_all_be_one_batch, may_warm_up)
+            found = bool(verdict.errors) and not any(one(verdict, verdicts) for one in waits)
             num_found += found
             if num_weights + len(verdict.weights) > MAX_WEIGHTS and not found:
                 verdict.weights, left_out = [], left_out + 1

@@ -180,6 +180,10 @@ def judge(case: Case) -> Answer:
         elif culprit.kind == "loss" and culprit.gradient is not None:
             where += " It or the loss is to blame: which of the two has the wrong number, these weights do not tell."
             fix = f"{LOOK_BETWEEN[:-1]}, and at the numbers by which the loss is divided in front of them."
+    elif isinstance(culprit.missing, GradWrite) and culprit.missing.site is not None:
+        line = culprit.missing.site.short
+        where = f"{line} multiplies other gradients by {culprit.missing.factor:.6g}, and not these."
+        fix = f"Do to these parameters what {line} does to the others."
     elif culprit.absent:
         where = "Everything recorded was right up to here; something that should have followed did not happen."
         fix = "Look for the reduction or scaling that this parameter's gradient should still have gone through."
@@ -188,9 +192,6 @@ def judge(case: Case) -> Answer:
             line = f" at {site.short}" if site is not None else ""
             kind = culprit.missing.__struct_config__.tag
             where += f" Other gradients went through the {kind} event{line}; these did not."
-            if isinstance(culprit.missing, GradWrite) and site is not None:
-                where = f"{site.short} multiplies other gradients by {culprit.missing.factor:.6g}, and not these."
-                fix = f"Do to these parameters what {site.short} does to the others."
     else:
         measured = f"{culprit.factor:.6g}" if culprit.factor is not None else "an unknown factor"
         documented = f" (documented: {culprit.nominal:.6g})" if culprit.nominal is not None else ""

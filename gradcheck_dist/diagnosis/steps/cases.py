@@ -232,10 +232,10 @@ def _case(verdict: StepVerdict, blamed: Blame, judged: list[Held]) -> Case:
 
 def _done_beside(verdict: StepVerdict, case: Case) -> Event | None:
     """What other gradients went through, and these did not: a reduction that would bring what is gone, or a line."""
-    data, place = verdict.data, verdict.contributions.coordinate
+    data, place, pattern = verdict.data, verdict.contributions.coordinate, case.pattern
+    if pattern.kind == "uniform" and pattern.factor:  # nothing is gone
+        return scaled_beside(data, case.held, pattern.factor, max(SAME, 2 * pattern.tolerance))
     gone = {cell.key[0] for held, cell in case.cells if not cell.right and place.get(held.rank) != cell.key[0]}
-    if case.pattern.kind == "uniform" and case.pattern.factor:
-        return scaled_beside(data, case.held, case.pattern.factor, max(SAME, 2 * case.pattern.tolerance))
     return reduced_beside(data, place, case.held, gone)
 
 
