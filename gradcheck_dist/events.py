@@ -277,6 +277,15 @@ class Recompute(Event, tag="recompute"):
     params: int | None = None
 
 
+class BrokenTie(Event, tag="broken_tie"):
+    """Modules that a program gave one parameter hold several, `params`, which are trained. `in_one_memory`: their
+    values lie at one place all the same. `site`, where it is known, is the line below which torch gave one of them
+    another."""
+
+    params: int
+    in_one_memory: bool = False
+
+
 class Metric(Event, tag="metric"):
     """A number that the user logged (TensorBoard scalar)."""
 
@@ -403,6 +412,7 @@ AnyEvent = (
     | GradientCheck
     | NotChecked
     | Recompute
+    | BrokenTie
     | Metric
     | StepEnd
     | Replica

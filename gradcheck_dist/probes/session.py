@@ -48,6 +48,7 @@ _IN_ORDER = (
     "optimizers.gradient_norms",
     "optimizers.writes",
     "optimizers.own_optimizer",
+    "optimizers.ties",
     "optimizers.amp",
     "reductions.collectives",
     "reductions.ddp",

@@ -146,6 +146,10 @@ def router_without_sum(weight: Tensor) -> Tensor:
     return weight.to_local() if hasattr(weight, "to_local") else weight
 
 
+def leave_apart(model: nn.Module) -> None:
+    """Stands in for tensor_parallel.tie_again."""
+
+
 def keep_copies_apart(parts: Sequence[nn.Module], group: dist.ProcessGroup) -> None:
     """Stands in for tied.sum_tied_gradients."""
 
@@ -323,6 +327,13 @@ FAULTS = (
         "each copy holds its own stage's part, and the copies drift apart.",
         "gradcheck_dist.trainer.tied:sum_tied_gradients",
         keep_copies_apart,
+    ),
+    Fault(
+        "tie-broken-by-tp",
+        "Splitting the layers gives embedding and head a matrix each, where they shared one, and nobody ties them "
+        "again: each trains on the gradient of its own use.",
+        "gradcheck_dist.trainer.tensor_parallel:tie_again",
+        leave_apart,
     ),
     Fault(
         "scaled-in-flight",

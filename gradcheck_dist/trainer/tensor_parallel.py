@@ -89,8 +89,14 @@ def apply_tensor_parallel(model: Decoder, config: TrainConfig, mesh: DeviceMesh)
     for name in model.block_names():
         plan |= _block_plan(name, config, between, norm)
     parallelize_module(model, mesh, plan)
-    if config.tied_embeddings and model.head is not None and model.embedding is not None:
-        model.head.weight = model.embedding.weight  # splitting gave each a parameter of its own
+    if config.tied_embeddings:
+        tie_again(model)
+
+
+def tie_again(model: Decoder) -> None:
+    """One matrix for embedding and head, where both lie on this stage: splitting gave each a parameter of its own."""
+    if model.head is not None and model.embedding is not None:
+        model.head.weight = model.embedding.weight
 
 
 def _block_plan(

@@ -100,6 +100,7 @@ class Recorder(Sampler):
         self.exchanges: Any = None  # set by the exchanges probe
         self.gathered: Any = None  # set by the gathered probe
         self.writes: Any = None  # set by the writes probe
+        self.ties: Any = None  # set by the ties probe
         self.group_names: Any = None  # set by the collectives probe
         self.between_passes = False  # behind a backward pass, and before the optimizer, its clip and the next pass
         self.own_optimizer: Any = None  # set by the own_optimizer probe, while no optimizer of torch's is in use
@@ -224,6 +225,8 @@ class Recorder(Sampler):
             self.gathered.tell(self)
         if self.exchanges is not None:
             self.exchanges.tell()
+        if self.ties is not None and self.sampling:
+            self.ties.tell()
         if self.threads.at_once and self.sampling:
             self.status(THREADS, False, TRAIN_AT_ONCE)
         self.flush_samples()

@@ -21,8 +21,9 @@ import typing_extensions
 
 from gradcheck_dist.events import Site
 
-_OWN_DIRS = tuple(str(folder) + os.sep for folder in (Path(__file__).parents[1], Path(__file__).parents[2] / "verify"))
-_SKIP_DIRS = (str(Path(torch.__file__).parent) + os.sep, *_OWN_DIRS)
+OWN_DIRS = tuple(str(folder) + os.sep for folder in (Path(__file__).parents[1], Path(__file__).parents[2] / "verify"))
+TORCH_DIR = str(Path(torch.__file__).parent) + os.sep
+_SKIP_DIRS = (TORCH_DIR, *OWN_DIRS)
 _INSTALLED_DIRS = tuple(
     path + os.sep for name in ("purelib", "platlib", "stdlib", "platstdlib") if (path := sysconfig.get_path(name))
 )
@@ -65,7 +66,7 @@ def caller_instruction() -> tuple[Site, CodeType, int] | None:
     """What called a replaced method, as its site and the byte of the instruction in its function's code; None where
     that is torch itself."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_OWN_DIRS):
+    while frame is not None and frame.f_code.co_filename.startswith(OWN_DIRS):
         frame = frame.f_back
     if frame is None or _is_foreign(frame.f_code.co_filename):
         return None
