@@ -286,6 +286,12 @@ class BrokenTie(Event, tag="broken_tie"):
     in_one_memory: bool = False
 
 
+class ReplacedParameters(Event, tag="replaced_parameters"):
+    """`params` are trained, and no optimizer has them: they took the place of what one was made with, at `site`."""
+
+    params: int
+
+
 class Metric(Event, tag="metric"):
     """A number that the user logged (TensorBoard scalar)."""
 
@@ -413,6 +419,7 @@ AnyEvent = (
     | NotChecked
     | Recompute
     | BrokenTie
+    | ReplacedParameters
     | Metric
     | StepEnd
     | Replica

@@ -53,6 +53,7 @@ ELSEWHERE = {
     "GS702": "probes/test_clips.py",
     "GS705": "diagnosis/test_unshared_batch.py",
     "GS706": "probes/test_ties.py",
+    "GS707": "probes/test_replaced_parameters.py",
     "GS801": "verify",
     "GS802": "probes/test_exchanges.py",
     "GS803": "probes/test_loss_backward.py",

@@ -61,11 +61,16 @@ class Ties:
         self._first: dict[int, Slot] = {}  # by id of a parameter
         self._by_slot: dict[tuple[int, str], Tie] = {}  # by id of a module, and name
 
+    def slot_of(self, param: Tensor) -> Slot | None:
+        """Where a parameter was registered first, if it is still there."""
+        slot = self._first.get(id(param))
+        return slot if slot is not None and slot.held() is param else None
+
     def registered(self, module: nn.Module, name: str, param: Tensor) -> None:
         """A module was given a parameter."""
         self._leave(module, name, param)
-        first = self._first.get(id(param))
-        if first is None or first.held() is not param:
+        first = self.slot_of(param)
+        if first is None:
             self._first[id(param)] = Slot(weakref.ref(module), name)
         elif not first.is_of(module, name):
             self._tie(first, Slot(weakref.ref(module), name))
@@ -181,4 +186,5 @@ def _is_by_torch() -> bool:
 
 
 def _memory(param: Tensor) -> int:
+    """Where its values lie, 0 where there are none."""
     return getattr(param, "_local_tensor", param).untyped_storage().data_ptr()

@@ -101,6 +101,7 @@ class Recorder(Sampler):
         self.gathered: Any = None  # set by the gathered probe
         self.writes: Any = None  # set by the writes probe
         self.ties: Any = None  # set by the ties probe
+        self.replaced: Any = None  # set by the replaced probe
         self.group_names: Any = None  # set by the collectives probe
         self.between_passes = False  # behind a backward pass, and before the optimizer, its clip and the next pass
         self.own_optimizer: Any = None  # set by the own_optimizer probe, while no optimizer of torch's is in use
@@ -172,6 +173,8 @@ class Recorder(Sampler):
         if self.own_optimizer is not None:
             self.own_optimizer.look()
         if self._stepped:
+            if self.replaced is not None:
+                self.replaced.settle()
             self._stepped = False
             if self._rows or self._on_host or self._later:
                 self.flush_samples()  # of what came behind the optimizer
@@ -225,8 +228,9 @@ class Recorder(Sampler):
             self.gathered.tell(self)
         if self.exchanges is not None:
             self.exchanges.tell()
-        if self.ties is not None and self.sampling:
-            self.ties.tell()
+        for probe in (self.ties, self.replaced):
+            if probe is not None and self.sampling:
+                probe.tell()
         if self.threads.at_once and self.sampling:
             self.status(THREADS, False, TRAIN_AT_ONCE)
         self.flush_samples()
@@ -349,6 +353,8 @@ class Recorder(Sampler):
         """Write all that is left, waiting for what is still on its way."""
         if self._stepped:
             self.passes.step_over(self.step - self._abandoned, self.recording)
+            if self.replaced is not None:
+                self.replaced.settle()
         self.passes.tell(self.emit)
         self.flush_samples()
         self._end_unsampled()
@@ -361,7 +367,7 @@ class Recorder(Sampler):
         recorder alive, and a model that the user drops is to be freed all the same."""
         self.registry = Registry(self.writer.append, 0)
         self.places, self.read = Places(self.registry), ReadGradients()
-        self.current = self.discovery = self.replicas = self.writes = None
+        self.current = self.discovery = self.replicas = self.writes = self.ties = self.replaced = None
         self._bundles, self._arrivals, self.ddp_states = {}, {}, {}
 
     def _end_unsampled(self) -> None:

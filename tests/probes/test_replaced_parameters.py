@@ -1,0 +1,158 @@
+"""Optimizers that were made before the model's parameters were replaced (GS707); whoever has the new ones is right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+
+import gradcheck_dist
+from gradcheck_dist.diagnosis.engine import diagnose
+from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.trace.run import read_run
+from gradcheck_dist.trainer.launch import launch
+
+VOCABULARY, WIDTH = 24, 8
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.embed(tokens)))
+
+
+def optimizer_of(model: nn.Module) -> Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+Made = tuple[Model, list[Optimizer]]
+
+
+def loaded_behind() -> Made:
+    model = Model()
+    optimizer = optimizer_of(model)
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    return model, [optimizer]
+
+
+def other_head() -> Made:
+    model = Model()
+    optimizer = optimizer_of(model)
+    model.head = nn.Linear(WIDTH, VOCABULARY)
+    return model, [optimizer]
+
+
+def other_weight() -> Made:
+    model = Model()
+    optimizer = optimizer_of(model)
+    model.head.weight = nn.Parameter(torch.randn(VOCABULARY, WIDTH))
+    return model, [optimizer]
+
+
+def loaded_before() -> Made:
+    model = Model()
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    return model, [optimizer_of(model)]
+
+
+def loaded_into_its_memory() -> Made:
+    model = Model()
+    optimizer = optimizer_of(model)
+    model.load_state_dict(model.state_dict(), assign=True)
+    return model, [optimizer]
+
+
+def added_to_the_optimizer() -> Made:
+    model, (optimizer,) = other_head()
+    optimizer.add_param_group({"params": list(model.head.parameters())})
+    return model, [optimizer]
+
+
+def put_into_the_optimizer() -> Made:
+    model, (optimizer,) = loaded_behind()
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+    return model, [optimizer]
+
+
+def another_optimizer() -> Made:
+    model, (first,) = other_head()
+    return model, [first, torch.optim.SGD(model.head.parameters(), lr=0.1)]
+
+
+def layers_that_are_left_out() -> Made:
+    model = Model()
+    whole = nn.ModuleList([model, nn.Linear(4, 4)])
+    optimizer = optimizer_of(whole)
+    return model, [optimizer]
+
+
+def report_of(run: Path, make: Callable[[], Made], by_hand: bool = False) -> Report:
+    torch.manual_seed(0)
+    with gradcheck_dist.attach(run):
+        model, optimizers = make()
+        for _ in range(3):
+            for _ in range(2):
+                tokens = torch.randint(VOCABULARY, (4, 6))
+                F.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(1, 1).flatten()).div(2).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            for param in model.parameters() if by_hand else ():
+                if param.grad is not None:
+                    param.data -= 0.1 * param.grad
+                    param.grad = None
+    return diagnose(read_run(run))
+
+
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        (loaded_behind, "embed.weight, head.bias and head.weight"),
+        (loaded_into_its_memory, "embed.weight, head.bias and head.weight"),
+        (other_head, "head.bias and head.weight"),
+        (other_weight, "head.weight"),
+    ],
+)
+def test_parameters_that_took_the_place_of_an_optimizers_are_found(
+    tmp_path: Path, make: Callable[[], Made], names: str
+) -> None:
+    report = report_of(tmp_path / "run", make)
+    (finding,) = report.findings
+    assert finding.code == "GS707"
+    assert finding.num_parameters == names.count(".")
+    assert all(name in finding.explanation for name in names.replace(" and", ",").split(", "))
+    assert finding.first_event is not None
+    assert (finding.first_event.file, finding.first_event.function) == (__file__, "optimizer_of")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        loaded_before, added_to_the_optimizer, put_into_the_optimizer, another_optimizer,
+        layers_that_are_left_out,
+    ],
+)  # fmt: skip
+def test_who_has_the_new_parameters_is_not_accused(tmp_path: Path, make: Callable[[], Made]) -> None:
+    assert not report_of(tmp_path / "run", make).findings
+
+
+def test_what_is_updated_by_hand_is_not_accused(tmp_path: Path) -> None:
+    assert "GS707" not in [finding.code for finding in report_of(tmp_path / "run", other_head, by_hand=True).findings]
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_an_optimizer_that_is_made_before_fully_shard(tmp_path: Path, before: bool) -> None:
+    launch("replaced_workers:train", (str(tmp_path / "run"), before), 2, timeout_s=60)
+    report = diagnose(read_run(tmp_path / "run"))
+    assert [finding.code for finding in report.findings] == (["GS707"] if before else [])
+    assert report.verdict == ("findings" if before else "clean")
