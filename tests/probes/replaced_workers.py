@@ -1,20 +1,55 @@
-"""FSDP2 whose optimizer is made before or behind fully_shard, for test_replaced_parameters.py."""
+"""Models that change once they are wrapped, or behind whose back they are, for test_replaced_parameters.py."""
 
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from gradcheck_dist.probes import attach
 
 WIDTH, WORDS, TOKENS = 8, 16, 12
 
 
+class Adapter(nn.Module):
+    """A linear layer, and a product of two small matrices beside it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Parameter(torch.randn(2, base.in_features) / 4)
+        self.up = nn.Parameter(torch.randn(base.out_features, 2) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + x @ self.down.T @ self.up.T  # type: ignore[no-any-return]
+
+
+def adapt(run_dir: str, before: bool) -> None:
+    """An adapter around the head, which DDP reduces where it was there `before` that."""
+    dist.init_process_group("gloo")
+    with attach(Path(run_dir)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS))
+        if before:
+            model[1] = Adapter(model[1])  # type: ignore[arg-type]
+        wrapped = DistributedDataParallel(model)
+        if not before:
+            model[1] = Adapter(model[1])  # type: ignore[arg-type]
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        for _ in range(2):
+            words = torch.randint(0, WORDS, (TOKENS,), generator=generator)
+            F.cross_entropy(wrapped(words), words.roll(-1)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    dist.destroy_process_group()
+
+
 def train(run_dir: str, before: bool) -> None:
-    """Each rank reads a batch of its own, of as many tokens."""
+    """FSDP2 whose optimizer is made `before` fully_shard or behind it. Each rank reads as many tokens of its own."""
     dist.init_process_group("gloo")
     with attach(Path(run_dir)):
         torch.manual_seed(0)

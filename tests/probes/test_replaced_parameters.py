@@ -156,3 +156,13 @@ def test_an_optimizer_that_is_made_before_fully_shard(tmp_path: Path, before: bo
     report = diagnose(read_run(tmp_path / "run"))
     assert [finding.code for finding in report.findings] == (["GS707"] if before else [])
     assert report.verdict == ("findings" if before else "clean")
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_an_adapter_around_what_ddp_has_is_told_by_itself(tmp_path: Path, before: bool) -> None:
+    launch("replaced_workers:adapt", (str(tmp_path / "run"), before), 2, timeout_s=60)
+    report = diagnose(read_run(tmp_path / "run"))
+    assert report.verdict == ("clean" if before else "findings")
+    for finding in report.findings:
+        assert (finding.code, finding.num_parameters, finding.factor.expression) == ("GS103", 2, "dp_replicate")
+        assert "before it is wrapped" in finding.fix

@@ -64,7 +64,7 @@ class Registry(Plans):
         self.rotates = False
         self.known_modules: dict[int, nn.Module] = {}
         self.wrapper_sites: dict[int, Site | None] = {}
-        self.wrapper_trains: dict[int, set[str]] = {}  # names of what a DDP instance was made to reduce
+        self.wrapper_trains: dict[int, set[int]] = {}  # ids of what a DDP instance was made to reduce, and holds
 
     def find(self, param: Tensor) -> ParamInfo | None:
         return self._by_param.get(id(param)) or self._copies.get(id(param))

@@ -108,9 +108,9 @@ def made(recorder: Recorder, module: nn.Module) -> None:
 
 @guarded("ddp")
 def built(recorder: Recorder, ddp: DistributedDataParallel) -> None:
-    """Its reducer has what asks for a gradient now, whatever is frozen in a pass."""
-    params = ddp.module.named_parameters()
-    recorder.registry.wrapper_trains[id(ddp)] = {name for name, param in params if param.requires_grad}
+    """Its reducer has what asks for a gradient now, whatever is frozen in a pass, and under whatever name it lies then
+    (below an adapter)."""
+    recorder.registry.wrapper_trains[id(ddp)] = {id(param) for param in ddp.module.parameters() if param.requires_grad}
 
 
 def find_wrappers(recorder: Recorder, root: nn.Module) -> None:
@@ -131,7 +131,7 @@ def state_of(recorder: Recorder, ddp: DistributedDataParallel, name: str = "") -
         found = []
         for param_name, param in ddp.module.named_parameters():
             info = recorder.registry.find(param)
-            has_it = param.requires_grad if trained is None else param_name in trained
+            has_it = param.requires_grad if trained is None else id(param) in trained
             if info is not None and has_it and param_name not in ignored:
                 found.append(info)
         state.take(recorder, found)
