@@ -70,11 +70,30 @@ def _found_again(base: RankTrace, trace: RankTrace) -> dict[int, ParamKey]:
             key = (module[0], module[1] + param.name.removeprefix(_module(param)[1]))
             if key in known and known[key].shape == param.shape:
                 found[id] = key
+    if _is_another_order(found, base, trace):
+        return {}
     taken = set(found.values())
     for id, param in trace.params.items():
         if id not in found and param_key(param) in taken:
             found[id] = (param_key(param)[0], as_on_rank(param.name, trace.rank))
     return found
+
+
+def _is_another_order(found: dict[int, ParamKey], base: RankTrace, trace: RankTrace) -> bool:
+    """Whether both ranks have these very names below one wrapper, which numbers parameters in the order of their
+    modules: it made copies of what has other names, and the names are right."""
+    own = {param_key(trace.params[id]) for id in found}
+    theirs = {id for id, param in base.params.items() if param_key(param) in own}
+    return own == set(found.values()) and _share_wrapper(base, theirs) and _share_wrapper(trace, set(found))
+
+
+def _share_wrapper(trace: RankTrace, params: set[int]) -> bool:
+    """Whether one wrapper reduces all of these parameters."""
+    reduced: dict[int, set[int]] = defaultdict(set)
+    for event in trace.events:
+        if isinstance(event, Reduce) and event.wrapper is not None:
+            reduced[event.wrapper].update(trace.param_sets.get(event.params, ()))
+    return any(params <= of_wrapper for of_wrapper in reduced.values())
 
 
 def _module(param: Param) -> ParamKey:

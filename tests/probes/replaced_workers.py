@@ -48,6 +48,39 @@ def adapt(run_dir: str, before: bool) -> None:
     dist.destroy_process_group()
 
 
+class Named(nn.Module):
+    """Layers that forward calls by name, in whatever order they were registered."""
+
+    def __init__(self, order: str) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.parts = nn.ModuleDict({name: nn.Linear(WIDTH, WIDTH) for name in order})
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.embed(words)
+        for name in "abc":
+            x = torch.tanh(self.parts[name](x))
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def register(run_dir: str, alike: bool) -> None:
+    """DDP joins parameters, and makes copies of them, by their number."""
+    dist.init_process_group("gloo")
+    with attach(Path(run_dir)):
+        torch.manual_seed(0)
+        model = Named("abc" if alike or dist.get_rank() == 0 else "bca")
+        wrapped = DistributedDataParallel(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        for _ in range(2):
+            words = torch.randint(0, WORDS, (TOKENS,), generator=generator)
+            F.cross_entropy(wrapped(words), words.roll(-1)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    dist.destroy_process_group()
+
+
 def train(run_dir: str, before: bool) -> None:
     """FSDP2 whose optimizer is made `before` fully_shard or behind it. Each rank reads as many tokens of its own."""
     dist.init_process_group("gloo")

@@ -1,4 +1,4 @@
-"""Optimizers that were made before the model's parameters were replaced (GS707); whoever has the new ones is right."""
+"""Optimizers and wrappers that have other parameters than the model (GS707, GS103), or in another order (GS105)."""
 
 from __future__ import annotations
 
@@ -166,3 +166,13 @@ def test_an_adapter_around_what_ddp_has_is_told_by_itself(tmp_path: Path, before
     for finding in report.findings:
         assert (finding.code, finding.num_parameters, finding.factor.expression) == ("GS103", 2, "dp_replicate")
         assert "before it is wrapped" in finding.fix
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_modules_that_ranks_register_in_another_order_are_mixed(tmp_path: Path, alike: bool) -> None:
+    launch("replaced_workers:register", (str(tmp_path / "run"), alike), 2, timeout_s=60)
+    report = diagnose(read_run(tmp_path / "run"))
+    assert report.verdict == ("clean" if alike else "findings")
+    for finding in report.findings:
+        assert (finding.code, finding.num_parameters) == ("GS105", 6)
+        assert "rank 0's parts.a.weight with what is parts.b.weight there" in finding.explanation

@@ -5,7 +5,8 @@ Compares a few values of every parameter over the ranks that reduce its gradient
 of the first recorded step. Where other parameters are equal on these ranks and this one is not, ranks hold experts,
 shards or heads of their own under one name, and the reduction mixes their gradients. Zeros, ones and other constants
 tell nothing, small differences are no other parameter, and experts that all began alike cannot be told from copies.
-Ranks that bring other elements of one tensor to a reduction by hand (the shards of FSDP2) hold no copies either.
+Ranks that bring other elements of one tensor to a reduction by hand (the shards of FSDP2) hold no copies either. Nor do
+ranks that register the modules of one model in another order each, for DDP joins parameters by their number.
 
 ## Why it matters
 Every expert or shard steps by the mean over all of them. They are pulled in the same direction and never specialise,
@@ -34,7 +35,7 @@ from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
 from gradcheck_dist.diagnosis.audits.unlike import first_of
 from gradcheck_dist.diagnosis.finding import Finding
 from gradcheck_dist.diagnosis.words import in_short
-from gradcheck_dist.events import Reduce
+from gradcheck_dist.events import Event, Reduce
 from gradcheck_dist.ledger.tracks import ParamKey
 from gradcheck_dist.wording import numbered, plural
 
@@ -90,15 +91,29 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
         " Or they are copies that a step before the recorded ones set apart (one without a reduction): what began at "
         "zero is each rank's own updates alone then. Recorded from the first step on (--steps 0:3), this is told."
     ) * bool(step)
+    what = (
+        "They are experts, shards or heads of their own, or copies that were never made equal; in both cases the sum "
+        "belongs to no parameter."
+    )
+    fix = (
+        f"Reduce them over ranks that hold the same parameter only ({groups}"
+        f"{' and those that are left out: another process group' * wrong_ranks}). If they are meant to be copies, "
+        "broadcast them from one rank before the first step."
+    )
+    if (other := _other_order(facts, rank, event)) is not None:
+        what, fix = (
+            other,
+            (
+                "Let every rank register its modules in one order: none that comes from a set, or from a dict that is "
+                "filled in the rank's own order."
+            ),
+        )
     yield Remark(
         answer=Answer(
             explanation=f"The gradients of {shown} are combined over {numbered('rank', found.ranks)}, which hold "
             f"different values under these names (ranks with equal ones: {groups}), {since}{beside}. "
-            "They are experts, shards or heads of their own, or copies that were never made equal; in both cases the "
-            f"sum belongs to no parameter.{again}{apart}",
-            fix=f"Reduce them over ranks that hold the same parameter only ({groups}"
-            f"{' and those that are left out: another process group' * wrong_ranks}). If they are meant to be copies, "
-            "broadcast them from one rank before the first step.",
+            f"{what}{again}{apart}",
+            fix=fix,
         ),
         pattern=f"gradients of {plural(len(names), 'parameter')} are combined over ranks that hold "
         f"different ones: {groups}",
@@ -113,3 +128,28 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
 def _never_arrive(facts: StepFacts) -> set[ParamKey]:
     """The parameters that lack some contributions wholly."""
     return {one.param for one in facts.held for cell in one.cells if abs(cell.ratio) <= max(SAME_FACTOR, cell.margin)}
+
+
+def _other_order(facts: StepFacts, rank: int, event: Event) -> str | None:
+    """What the wrapper joins, where ranks have the same names in another order; None where they do not."""
+    if not isinstance(event, Reduce) or event.wrapper is None:
+        return None
+    mine = _in_order(facts, rank, event)
+    for peer in event.group:
+        theirs = _in_order(facts, peer, event)
+        if mine != theirs and sorted(mine) == sorted(theirs):
+            one, other = next((one, other) for one, other in zip(mine, theirs, strict=True) if one != other)
+            return (
+                f"The wrapper joins parameters in the order in which modules were registered, which is another one on "
+                f"rank {peer}: rank {rank}'s {one} with what is {other} there. It made copies of these when it was "
+                "made, too."
+            )
+    return None
+
+
+def _in_order(facts: StepFacts, rank: int, event: Reduce) -> list[str]:
+    """The names of what a rank's wrapper reduces, in the order in which it was registered."""
+    reduces = (one for one in facts.data.events[rank] if isinstance(one, Reduce) and one.wrapper == event.wrapper)
+    ids = {param for one in reduces for param in facts.data.params_of(rank, one.params)}
+    tracks = [of_rank[rank] for of_rank in facts.data.tracks.values() if rank in of_rank]
+    return [param.name for param in sorted((track.param for track in tracks), key=lambda p: p.id) if param.id in ids]
