@@ -46,6 +46,7 @@ ELSEWHERE = {
     "GS204": "probes/test_stage_edges.py",
     "GS402": "ledger",
     "GS403": "probes/test_repeated_backward.py",
+    "GS404": "probes/test_changed_places.py",
     "GS602": "probes/test_clips.py",
     "GS605": "probes/test_clips.py",
     "GS608": "probes/test_fsdp1.py",

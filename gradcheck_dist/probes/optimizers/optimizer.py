@@ -18,6 +18,7 @@ from gradcheck_dist.probes.optimizers import amp, clips, loose
 from gradcheck_dist.probes.optimizers.norms import record_norms
 from gradcheck_dist.probes.optimizers.params import params_of
 from gradcheck_dist.probes.optimizers.parent_steps import ParentSteps
+from gradcheck_dist.probes.optimizers.replaced import given
 from gradcheck_dist.probes.optimizers.step_hooks import BehindHooks
 from gradcheck_dist.probes.optimizers.updates import Updates, updates_begin, updates_end
 from gradcheck_dist.probes.parameters.regions import main_grad_of
@@ -62,6 +63,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
         def add_param_group(self: Optimizer, param_group: dict[str, Any]) -> None:
             original(self, param_group)
             comes(recorder, self.param_groups[-1:])
+            given(recorder, self)
 
         return add_param_group
 

@@ -9,9 +9,7 @@ Sources: torch/distributed/fsdp/_fully_shard/_fsdp_param.py (`_setattr_on_module
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 from weakref import WeakKeyDictionary
 
 import torch
@@ -50,7 +48,8 @@ class Replaced:
     def given(self, optimizer: Optimizer, params: list[Tensor]) -> None:
         made = self._made.setdefault(optimizer, Made())
         made.site, made.is_sound = made.site or caller_site(), False
-        made.slots |= {id(param): slot for param in params if (slot := self._recorder.ties.slot_of(param)) is not None}
+        ties = self._recorder.ties
+        made.slots |= {id(param): slot for param in params if ties and (slot := ties.slot_of(param)) is not None}
 
     def tell(self) -> None:
         """A recorded step is over. Whoever updates parameters by hand may do so behind that."""
@@ -92,22 +91,14 @@ class Replaced:
 
 
 def install(recorder: Recorder, patches: Patches) -> None:
-    replaced = recorder.replaced = Replaced(recorder)
-
-    def watched(original: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(original)
-        def add_param_group(self: Optimizer, param_group: dict[str, Any]) -> None:
-            original(self, param_group)
-            _given(recorder, replaced, self)
-
-        return add_param_group
-
-    patches.replace(Optimizer, "add_param_group", watched)
+    recorder.replaced = Replaced(recorder)
 
 
 @guarded("replaced")
-def _given(_: Recorder, replaced: Replaced, optimizer: Optimizer) -> None:
-    replaced.given(optimizer, optimizer.param_groups[-1]["params"])
+def given(recorder: Recorder, optimizer: Optimizer) -> None:
+    """An optimizer was given a group of parameters, its last one."""
+    if recorder.replaced is not None:
+        recorder.replaced.given(optimizer, optimizer.param_groups[-1]["params"])
 
 
 @guarded("replaced")
