@@ -201,8 +201,8 @@ def two_units_exchanged(random: Random) -> Case:
     def exchange(grads: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         return {**grads, first: grads[second], second: grads[first]}
 
-    return Case("", replace(trainer, params=params, hands=(Hand("before_optimizer", strange=exchange),)),
-                unknowable=True)  # fmt: skip
+    trainer = replace(trainer, params=params, hands=(Hand("before_optimizer", strange=exchange),))
+    return Case("", trainer, [one("GS404", Culprit("optimizer_step"))])
 
 
 @family
