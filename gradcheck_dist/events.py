@@ -158,7 +158,8 @@ class Clip(Event, tag="clip"):
     """Gradients were clipped. `coefficient` is what torch's formula gives: min(1, max_norm / (total_norm + 1e-6)).
 
     `partial`: total_norm is this rank's share of a DTensor norm, not the whole. `norm_dtype`: the type that total_norm
-    was computed in, "" where that was not seen.
+    was computed in, "" where that was not seen. `repeated`: parameters whose gradient was given again, once for each
+    further time, of which each counts in the norm, and multiplies.
     """
 
     params: int
@@ -168,6 +169,7 @@ class Clip(Event, tag="clip"):
     coefficient: float
     partial: bool = False
     norm_dtype: str = ""
+    repeated: tuple[int, ...] = ()
 
 
 class ClipValue(Event, tag="clip_value"):

@@ -179,8 +179,9 @@ class _Machine:
         elif isinstance(event, AmpUnscale):
             buffer.scale(1.0 / event.scale)
         elif isinstance(event, Clip):
-            buffer.scale(event.coefficient)
-            buffer.clip *= event.coefficient
+            coefficient = event.coefficient ** (1 + event.repeated.count(self.track.param.id))
+            buffer.scale(coefficient)
+            buffer.clip *= coefficient
         elif isinstance(event, ZeroGrad):
             self.emptied = self.emptied + buffer.nominal
             buffer.clear()

@@ -78,7 +78,7 @@ def judge_clips(norms: StepNorms) -> list[JudgedClip]:
 def _comparable(call: ClipCall) -> bool:
     event = call.event
     finite = isfinite(event.total_norm) and event.total_norm > 0
-    return event.norm_type == 2.0 and not event.partial and finite and bool(call.parts)
+    return event.norm_type == 2.0 and not event.partial and finite and bool(call.parts) and not event.repeated
 
 
 def _judge_model(norms: StepNorms, ranks: frozenset[int]) -> Iterator[JudgedClip]:

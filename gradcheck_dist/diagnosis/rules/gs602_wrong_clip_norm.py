@@ -3,7 +3,8 @@
 ## What it does
 Finds clips whose total norm is neither the norm of what was clipped nor of the whole gradient, by whatever mechanism:
 copies counted once a rank (x sqrt(tp), x sqrt(dp)), experts that every rank adds up again, norms of parts that are
-averaged over ranks, a norm taken before a reduction or an unscaling, a part left out. A norm of nothing that can be
+averaged over ranks, a norm taken before a reduction or an unscaling, a part left out, a gradient that is given twice,
+which is scaled twice, too. A norm of nothing that can be
 named, the same on all ranks, is a warning: leaving parameters out of it may be meant.
 Where the trace cannot tell what the norm should be, it still finds ranks of one model that clip by different norms.
 
@@ -31,7 +32,7 @@ Megatron-LM: mark them (`param_is_not_tensor_parallel_duplicate`), it leaves out
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 from gradcheck_dist.diagnosis.answer import Answer
@@ -39,10 +40,12 @@ from gradcheck_dist.diagnosis.audits.clip_words import effect, remark, remark_by
 from gradcheck_dist.diagnosis.audits.early_clips import completed_by
 from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
 from gradcheck_dist.diagnosis.finding import Factor, Severity
-from gradcheck_dist.diagnosis.norms.clips import COMBINED, COPIES, UNNAMED, JudgedClip, judge_clips
+from gradcheck_dist.diagnosis.norms.clips import ACTS, COMBINED, COPIES, UNNAMED, JudgedClip, judge_clips
 from gradcheck_dist.diagnosis.norms.hand_norms import HandNorm
 from gradcheck_dist.diagnosis.norms.step_norms import ClipCall
-from gradcheck_dist.wording import numbered
+from gradcheck_dist.diagnosis.words import in_short
+from gradcheck_dist.ledger.tracks import ParamKey
+from gradcheck_dist.wording import numbered, plural
 
 CODE = "GS602"
 NAME = "wrong-clip-norm"
@@ -69,6 +72,7 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
             lines[(*one.call.place[:-1], one.meaning)].append(one)
     for clips in lines.values():
         yield remark(facts, clips, _answer(clips))
+    yield from _given_again(facts)
     if facts.by_norm is not None and facts.by_norm.meaning in (COPIES, *COMBINED):
         yield remark_by_hand(facts, facts.by_norm, _by_hand(facts.by_norm))
     if facts.weights_right and all(one.right for one in judged):
@@ -106,6 +110,42 @@ def _answer(clips: list[JudgedClip]) -> Answer:
         f"have {worst.truth.middle:.6g}, x {worst.ratio:.6g}{meaning}. {effect(clips)}",
         fix=SQUARES if worst.meaning in COMBINED else COMPLETE,
     )
+
+
+def _given_again(facts: StepFacts) -> Iterator[Remark]:
+    """Clips that are given some gradients more than once."""
+    lines: dict[object, list[ClipCall]] = defaultdict(list)
+    for call in facts.norms.clips:
+        if call.event.repeated:
+            lines[call.place[:-1]].append(call)
+    for calls in lines.values():
+        found = {(call.rank, key) for call in calls for key in _repeated(facts, call)}
+        worst = min(calls, key=lambda call: call.event.coefficient)
+        acts = worst.event.coefficient < 1 - ACTS
+        each = f"x {worst.event.coefficient:.4g}"
+        scaled = f"is multiplied as often by {each}, where others are once" if acts else "cuts nothing in this step"
+        norm = f"total norm {worst.event.total_norm:.6g}, max_norm {worst.event.max_norm:g}"
+        yield Remark(
+            answer=Answer(
+                severity="error" if acts else "warning",
+                explanation=f"The clip is given the gradient of {in_short(sorted({key[1] for _, key in found}))} more "
+                f"than once ({1 + max(Counter(worst.event.repeated).values())} times at most): it counts as often in "
+                f"the norm ({norm}), and {scaled}.",
+                fix="Give each gradient once: the model's parameters() alone, or list(dict.fromkeys(parameters)).",
+            ),
+            pattern=f"{plural(len({key for _, key in found}), 'gradient')} given more than once",
+            params=frozenset(key for _, key in found),
+            ranks=tuple(sorted({call.rank for call in calls})),
+            rank=worst.rank,
+            event=worst.event,
+            factor=Factor(observed=worst.event.coefficient if acts else None),
+        )
+
+
+def _repeated(facts: StepFacts, call: ClipCall) -> Iterator[ParamKey]:
+    for key, of_rank in facts.data.tracks.items():
+        if call.rank in of_rank and of_rank[call.rank].param.id in call.event.repeated:
+            yield key
 
 
 def _unequal(facts: StepFacts) -> Iterator[Remark]:

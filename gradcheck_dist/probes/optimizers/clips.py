@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
@@ -110,7 +111,7 @@ def _readable(parameters: Any) -> tuple[list[Any], Any]:
 
 
 @guarded("clip")
-def before_clip(recorder: Recorder, params: list[Tensor]) -> tuple[int, list[ParamInfo]]:
+def before_clip(recorder: Recorder, params: list[Tensor]) -> tuple[int, list[ParamInfo], list[Tensor]]:
     """Tensors that have no gradient and never get one (gradients that are given in their parameters' place) are none
     that a clip scales, as torch scales `.grad`."""
     recorder.between_passes = False
@@ -118,11 +119,11 @@ def before_clip(recorder: Recorder, params: list[Tensor]) -> tuple[int, list[Par
     seq = recorder.next_seq()
     record_norms(recorder, seq, infos, recorder.sample_grads(seq, BEFORE, infos))
     recorder.clipped.update(info.id for info in infos)
-    return seq, infos
+    return seq, infos, params
 
 
 @guarded("clip")
-def after_clip_value(recorder: Recorder, seq: int, infos: list[ParamInfo], clip_value: float) -> None:
+def after_clip_value(recorder: Recorder, seq: int, infos: list[ParamInfo], _: list[Tensor], clip_value: float) -> None:
     recorder.between_passes = recorder.sampling
     params = recorder.registry.param_set(infos)
     recorder.emit(ClipValue, seq=seq, site=caller_site(), params=params, clip_value=float(clip_value))
@@ -130,7 +131,13 @@ def after_clip_value(recorder: Recorder, seq: int, infos: list[ParamInfo], clip_
 
 @guarded("clip")
 def after_clip(
-    recorder: Recorder, seq: int, infos: list[ParamInfo], max_norm: float, norm_type: float, total_norm: Any
+    recorder: Recorder,
+    seq: int,
+    infos: list[ParamInfo],
+    given: list[Tensor],
+    max_norm: float,
+    norm_type: float,
+    total_norm: Any,
 ) -> None:
     recorder.between_passes = recorder.sampling
     local = getattr(total_norm, "_local_tensor", total_norm)
@@ -148,4 +155,16 @@ def after_clip(
         coefficient=coefficient.clamp(max=1.0) if isinstance(coefficient, Tensor) else min(coefficient, 1.0),
         partial=partial,
         norm_dtype=str(local.dtype).removeprefix("torch.") if isinstance(local, Tensor) else "",
+        repeated=_given_again(infos, given),
     )
+
+
+def _given_again(infos: list[ParamInfo], given: list[Tensor]) -> tuple[int, ...]:
+    """Parameters whose gradient a clip was given more than once, themselves or under another one's name: once for each
+    further time."""
+    grads = [grad for param in given if (grad := param.grad) is not None]
+    times = Counter(map(id, grads))
+    if len(times) == len(grads):
+        return ()
+    owned = {info.id: times[id(info.param.grad)] for info in infos if info.param.grad is not None}
+    return tuple(param for param, number in owned.items() for _ in range(number - 1))

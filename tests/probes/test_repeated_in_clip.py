@@ -1,0 +1,75 @@
+"""Gradients that a clip is given twice count in its norm, and are scaled, as often (GS602)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import clip_grad_norm_
+
+import gradcheck_dist
+from gradcheck_dist.diagnosis.engine import diagnose
+from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.trace.run import read_run
+
+WORDS, WIDTH = 24, 8
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.inner(self.embed(tokens))))  # type: ignore[no-any-return]
+
+
+def report_of(run: Path, clip: Callable[[Model], object]) -> Report:
+    torch.manual_seed(0)
+    with gradcheck_dist.attach(run):
+        model = Model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            tokens = torch.randint(WORDS, (4, 6))
+            F.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(1, 1).flatten()).backward()
+            clip(model)
+            optimizer.step()
+            optimizer.zero_grad()
+    return diagnose(read_run(run))
+
+
+def twice(max_norm: float, foreach: bool) -> Callable[[Model], object]:
+    return lambda model: clip_grad_norm_([*model.parameters(), *model.head.parameters()], max_norm, foreach=foreach)
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+def test_a_gradient_that_a_clip_is_given_twice(tmp_path: Path, foreach: bool) -> None:
+    report = report_of(tmp_path / "run", twice(0.01, foreach))
+    (finding,) = report.findings
+    assert (finding.code, finding.severity, finding.num_parameters) == ("GS602", "error", 1)
+    assert "head.weight more than once (2 times" in finding.explanation
+    assert finding.first_event is not None
+    assert finding.first_event.file == __file__
+
+
+def test_it_is_a_warning_where_the_clip_cuts_nothing(tmp_path: Path) -> None:
+    (finding,) = report_of(tmp_path / "run", twice(1e4, True)).findings
+    assert (finding.code, finding.severity, finding.factor.observed) == ("GS602", "warning", None)
+
+
+@pytest.mark.parametrize(
+    "clip",
+    [
+        lambda model: clip_grad_norm_(model.parameters(), 0.01),
+        lambda model: [clip_grad_norm_(part.parameters(), 0.01) for part in model.children()],
+        lambda model: clip_grad_norm_([*model.embed.parameters(), *model.head.parameters()], 0.01),
+    ],
+)
+def test_gradients_that_a_clip_is_given_once_are_clean(tmp_path: Path, clip: Callable[[Model], object]) -> None:
+    assert report_of(tmp_path / "run", clip).verdict == "clean"
