@@ -1,9 +1,9 @@
-"""A clip whose coefficient is below 1 and that scales nothing: no parameter was left, or the optimizer came first.
+"""A clip that scales nothing: no parameter was left, the optimizer came first, or there was no gradient yet.
 
 ## What it does
 Finds clips by norm that should have scaled the gradients and did not reach them: the call got no parameter at all (a
 generator that computing the norm had used up, or gradients in the place of parameters, whose `.grad` torch scales), or
-came after the optimizer had read the gradients.
+came after the optimizer had read the gradients. Or it came before the first backward pass, when they were empty.
 
 ## Why it matters
 The gradients are right, so nothing looks wrong; the run simply is not clipped. The first spike then does what clipping
@@ -33,7 +33,8 @@ from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
 from gradcheck_dist.diagnosis.finding import Factor
 from gradcheck_dist.diagnosis.norms.effect import effect_of_clip
 from gradcheck_dist.diagnosis.norms.step_norms import ClipCall
-from gradcheck_dist.events import OptimizerStep
+from gradcheck_dist.events import Backward, OptimizerStep
+from gradcheck_dist.ledger.tracks import ParamKey
 
 CODE = "GS603"
 NAME = "clip-without-effect"
@@ -41,7 +42,7 @@ ACTS = 0.999
 
 
 def could_audit(facts: StepFacts) -> bool:
-    return any(call.event.coefficient < ACTS for call in facts.norms.clips)
+    return any(call.event.coefficient < ACTS or call.event.total_norm == 0 for call in facts.norms.clips)
 
 
 def audit(facts: StepFacts) -> Iterator[Remark]:
@@ -54,6 +55,8 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
         yield _remark(facts, empty, why, fix)
     if late:
         yield _remark(facts, late, "the optimizer had read the gradients before it", "Clip before optimizer.step().")
+    if early := [call for call in facts.norms.clips if _came_early(facts, call)]:
+        yield _of_nothing(facts, early)
 
 
 def _owned(facts: StepFacts, rank: int, event: OptimizerStep) -> set[int]:
@@ -77,6 +80,44 @@ def _came_late(facts: StepFacts, call: ClipCall) -> bool:
     given = set(facts.data.params_of(call.rank, call.event.params))
     owners = [event for event in _steps(facts, call.rank) if given & _owned(facts, call.rank, event)]
     return bool(owners) and all(event.seq < call.event.seq for event in owners)
+
+
+def _came_early(facts: StepFacts, call: ClipCall) -> bool:
+    """All that the rank's clips of these parameters were given was empty: its passes came behind them."""
+    given = set(facts.data.params_of(call.rank, call.event.params))
+    clips = (one.event for one in facts.norms.clips if one.rank == call.rank)
+    others = (one for one in clips if not given.isdisjoint(facts.data.params_of(call.rank, one.params)))
+    if any(one.total_norm != 0 for one in others):
+        return False
+    events = facts.data.events[call.rank]
+    passes = [event.seq for event in events if isinstance(event, Backward)]
+    stepped = [step.seq for step in _steps(facts, call.rank) if step.seq < call.event.seq]
+    since = max(stepped, default=-1)
+    read = any(given & _owned(facts, call.rank, step) for step in _steps(facts, call.rank))
+    return bool(passes) and read and not any(since < seq < call.event.seq for seq in passes) and bool(_got(facts, call))
+
+
+def _got(facts: StepFacts, call: ClipCall) -> set[ParamKey]:
+    """The parameters that were given, and that had a gradient in this step."""
+    given = set(facts.data.params_of(call.rank, call.event.params))
+    tracks = {key: of_rank[call.rank] for key, of_rank in facts.data.tracks.items() if call.rank in of_rank}
+    return {key for key, track in tracks.items() if track.leaves and track.param.id in given}
+
+
+def _of_nothing(facts: StepFacts, calls: list[ClipCall]) -> Remark:
+    first = min(calls, key=lambda call: (call.rank, call.event.seq))
+    return Remark(
+        answer=Answer(
+            explanation="When the clip ran, its parameters had no gradient (total norm 0): the step's first backward "
+            "pass came behind it, and the optimizer read what nobody had clipped.",
+            fix="Clip between the step's last backward pass and optimizer.step().",
+        ),
+        pattern="the optimizer got unclipped gradients",
+        params=frozenset(key for call in calls for key in _got(facts, call)),
+        ranks=tuple(sorted({call.rank for call in calls})),
+        rank=first.rank,
+        event=first.event,
+    )
 
 
 def _remark(facts: StepFacts, calls: list[ClipCall], why: str, fix: str) -> Remark:

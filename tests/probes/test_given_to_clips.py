@@ -1,4 +1,4 @@
-"""Gradients that a clip is given twice count in its norm, and are scaled, as often (GS602)."""
+"""Clips that are given a gradient twice (GS602), or none that is there yet (GS603)."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ class Model(nn.Module):
         return self.head(torch.tanh(self.inner(self.embed(tokens))))  # type: ignore[no-any-return]
 
 
-def report_of(run: Path, clip: Callable[[Model], object]) -> Report:
+def report_of(run: Path, clip: Callable[[Model], object], before: Callable[[Model], object] = Model.train) -> Report:
     torch.manual_seed(0)
     with gradcheck_dist.attach(run):
         model = Model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(2):
+            before(model)
             tokens = torch.randint(WORDS, (4, 6))
             F.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(1, 1).flatten()).backward()
             clip(model)
@@ -73,3 +74,21 @@ def test_it_is_a_warning_where_the_clip_cuts_nothing(tmp_path: Path) -> None:
 )
 def test_gradients_that_a_clip_is_given_once_are_clean(tmp_path: Path, clip: Callable[[Model], object]) -> None:
     assert report_of(tmp_path / "run", clip).verdict == "clean"
+
+
+@pytest.mark.parametrize("first", ["none", "zeros"])
+def test_a_clip_in_front_of_the_first_backward_pass(tmp_path: Path, first: str) -> None:
+    def clip(model: Model) -> None:
+        model.zero_grad(set_to_none=first == "none")
+        clip_grad_norm_(model.parameters(), 0.01)
+
+    (finding,) = report_of(tmp_path / "run", lambda model: None, clip).findings
+    assert (finding.code, finding.severity, finding.num_parameters) == ("GS603", "error", 4)
+    assert "had no gradient" in finding.explanation
+
+
+def test_a_clip_of_nothing_beside_one_that_clips_is_clean(tmp_path: Path) -> None:
+    def clip(model: Model) -> Tensor:
+        return clip_grad_norm_(model.parameters(), 0.01)
+
+    assert report_of(tmp_path / "run", clip, clip).verdict == "clean"
