@@ -80,6 +80,7 @@ from gradcheck_dist.diagnosis.weighing import Assumed, Measurements, Reading, We
 from gradcheck_dist.diagnosis.weights.cells import Held, judge
 from gradcheck_dist.diagnosis.weights.few_elements import unlike_reads
 from gradcheck_dist.ledger.contributions import Contributions
+from gradcheck_dist.ledger.evaluated import told_evaluated
 from gradcheck_dist.ledger.handed_on import changed_on_the_way, hands_on
 from gradcheck_dist.ledger.hooked import told_hooks
 from gradcheck_dist.ledger.largest import filled_up, told_picked
@@ -218,7 +219,7 @@ def _judged(
     weighed = weigh(judge.run, verdict, own, assumed, how, judge.measurements)
     norms = step_norms(judge.run, data, recorded.coordinate)
     verdict.grad_norm = None if verdict.lost or judge.run.missing_ranks else norms.of_model()
-    verdict.remarks += losses_beside(recorded, data.events, verdict.held)
+    verdict.remarks += [*losses_beside(recorded, data.events, verdict.held), *told_evaluated(data.events)]
     verdict.term_weights = list(term_weights(recorded, data.events, verdict.held))
     if weighed is None:
         verdict.reasons += [] if verdict.lost else weighed_apart(recorded)
