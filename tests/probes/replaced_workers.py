@@ -81,17 +81,20 @@ def register(run_dir: str, alike: bool) -> None:
     dist.destroy_process_group()
 
 
-def train(run_dir: str, before: bool) -> None:
-    """FSDP2 whose optimizer is made `before` fully_shard or behind it. Each rank reads as many tokens of its own."""
+def train(run_dir: str, made: str) -> None:
+    """FSDP2 whose optimizer is made before fully_shard, behind it, or behind a forward pass. Each rank reads as many
+    tokens of its own."""
     dist.init_process_group("gloo")
     with attach(Path(run_dir)):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS))
-        if before:
-            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        params = [*model.parameters()]
         fully_shard(model)
-        if not before:
-            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        if made != "before":
+            if made == "after forward":  # whose root keeps gathered what it will need
+                model(torch.zeros(1, dtype=torch.int64))
+            params = [*model.parameters()]
+        optimizer = torch.optim.AdamW(params, lr=0.1)
         generator = torch.Generator().manual_seed(dist.get_rank())
         for _ in range(2):
             words = torch.randint(0, WORDS, (TOKENS,), generator=generator)

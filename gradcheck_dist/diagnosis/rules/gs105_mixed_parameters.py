@@ -23,6 +23,7 @@ from one rank before training.
 
 ## References
 - Expert data parallelism: DeepSpeed-MoE, arXiv 2201.05596; Megatron-LM core, expert_data_parallel_group.
+- Orders of ranks: apache/mxnet#17056; deepspeedai/DeepSpeed#2343.
 - Expert groups in the field: NVIDIA/Megatron-LM#5956, #6080; deepspeedai/DeepSpeed#5259.
 """
 

@@ -4,7 +4,8 @@
 Notes parameters that are trained (backward gives them gradients), that no optimizer has, and that do not move between
 the end of a step and the next one, in the place of others that an optimizer was given and that have neither a gradient
 nor a state there. What replaces parameters behind an optimizer's back: `fully_shard`, `parallelize_module`,
-`load_state_dict(assign=True)`, `to_empty`, a layer or a weight that a line sets. An optimizer that is handed gradients
+`load_state_dict(assign=True)`, `to_empty`, a layer or a weight that a line sets; FSDP2 itself, where an optimizer is
+made between a forward and a backward pass, of what the root has gathered. An optimizer that is handed gradients
 at its own copies is not meant, and neither is who updates parameters by hand.
 
 ## Why it matters
@@ -23,8 +24,9 @@ Make the optimizer behind everything that replaces parameters:
     optimizer = torch.optim.AdamW(model.parameters())
 
 ## References
-- torch.distributed.fsdp.fully_shard, "the optimizer must be initialized after", and
-  torch/distributed/fsdp/_fully_shard/_fsdp_param.py; measured with torch 2.13.
+- torch/distributed/fsdp/_fully_shard/_fsdp_param.py, measured with torch 2.13; pytorch/tutorials#2522 (assign=True).
+- pytorch/pytorch#149205 (an optimizer made behind a forward pass of FSDP2 has what that gathered);
+  intelligent-machine-learning/dlrover#584; huggingface/accelerate#3209.
 """
 
 from __future__ import annotations
@@ -78,7 +80,8 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
             f"{'It keeps its initial value' if is_one else 'They keep their initial values'}, and the optimizer's "
             "zero_grad() does not empty what backward adds up there.",
             fix="Make the optimizer behind everything that replaces parameters (fully_shard, parallelize_module, "
-            "load_state_dict(assign=True), to_empty, layers that are exchanged), or give it the new ones.",
+            "load_state_dict(assign=True), to_empty, layers that are exchanged) and, with FSDP2, in front of the first "
+            "forward pass; or give it the new ones.",
         ),
         pattern=f"{plural(len(params), 'parameter')} in the place of what the optimizer has",
         params=frozenset(params),

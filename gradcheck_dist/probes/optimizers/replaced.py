@@ -2,15 +2,17 @@
 
 An optimizer that is made before the model is wrapped, moved or loaded keeps the parameters of before, where these are
 replaced: FSDP2's fully_shard, parallelize_module, load_state_dict(assign=True), to_empty, a head that a line replaces.
-Backward gives the new ones gradients; the optimizer finds none at the old ones, and steps nothing.
+One that is made behind a forward pass may get what FSDP2's root has gathered (pytorch/pytorch#149205). Backward gives
+the new ones gradients; the optimizer finds none at the old ones, and steps nothing.
 
 Sources: torch/distributed/fsdp/_fully_shard/_fsdp_param.py (`_setattr_on_modules`), and those in ties.py.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
-from weakref import WeakKeyDictionary
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -42,14 +44,24 @@ class Replaced:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._made: WeakKeyDictionary[Optimizer, Made] = WeakKeyDictionary()
+        self._made: weakref.WeakKeyDictionary[Optimizer, Made] = weakref.WeakKeyDictionary()
         self._idle: list[tuple[list[tuple[ParamInfo, Tensor]], Site | None]] = []
 
     def given(self, optimizer: Optimizer, params: list[Tensor]) -> None:
         made = self._made.setdefault(optimizer, Made())
         made.site, made.is_sound = made.site or caller_site(), False
+        made.slots |= {id(param): slot for param in params if (slot := self._slot_of(param)) is not None}
+
+    def _slot_of(self, param: Tensor) -> Slot | None:
+        """Where a parameter lies or lay. What FSDP2's modules hold behind a forward pass was registered nowhere."""
         ties = self._recorder.ties
-        made.slots |= {id(param): slot for param in params if ties and (slot := ties.slot_of(param)) is not None}
+        if ties is not None and (slot := ties.first_slot(param)) is not None:
+            return cast(Slot, slot)
+        for module in self._recorder.registry.known_modules.values():
+            for name, held in module._parameters.items():
+                if held is param:
+                    return Slot(weakref.ref(module), name)
+        return None
 
     def tell(self) -> None:
         """A recorded step is over. Whoever updates parameters by hand may do so behind that."""

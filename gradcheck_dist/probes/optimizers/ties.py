@@ -66,6 +66,10 @@ class Ties:
         slot = self._first.get(id(param))
         return slot if slot is not None and slot.held() is param else None
 
+    def first_slot(self, param: Tensor) -> Slot | None:
+        """Where what has this id was registered first, be it there or not: another tensor may have had that id."""
+        return self._first.get(id(param))
+
     def registered(self, module: nn.Module, name: str, param: Tensor) -> None:
         """A module was given a parameter."""
         self._leave(module, name, param)

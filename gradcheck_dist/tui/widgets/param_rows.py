@@ -125,7 +125,7 @@ class ParamRows(Rows):
             yield clip(f"{plural(node.line.num_cells, 'weight')}{unknown}", self._rest_width), "dim"
 
     def empty(self) -> str:
-        return "no parameter matches" if self._filter else "no parameter was recorded"
+        return "no parameter matches" if self._filter else "no weight of a parameter is known: see 1 Overview for why"
 
 
 def build_tree(params: Sequence[ParamLine]) -> Node:
