@@ -154,7 +154,8 @@ def own_mean(case: Case, data: StepData) -> str | None:
     return (
         f"{shown} are of some ranks alone, and so is what reaches them: their gradients are means over these ranks' "
         f"own tokens, and {_times(case)} of their part of the mean over all tokens, by which the other "
-        "parameters go. Heads and adapters by task or language may be meant so; experts, or shares of one loss, may not"
+        "parameters go. Heads and adapters by task or language may be meant so; experts, shares of one loss, or what "
+        "was added behind the wrapper, may not"
     )
 
 

@@ -175,8 +175,8 @@ SAYS = {
     "or once with a larger norm.",
     "if it divides by this number as well": "Nothing to do where these lines divide by it, too; else divide by it in "
     "front of the clip, or multiply the norm that it clips to.",
-    "are means over these ranks' own tokens": "Nothing to do where these are heads of a task each; else divide what "
-    "they hold by the tokens of all ranks.",
+    "are means over these ranks' own tokens": "Nothing to do where these are heads of a task each. Copies that were "
+    "meant belong into the wrapped module before it is wrapped; else divide what they hold by the tokens of all ranks.",
     "set_gradient_divide_factor": "Call set_gradient_divide_factor with the number of all ranks on these modules.",
     "parts of one loss over one batch": "Nothing to do where each pass has a batch of its own; parts of one loss add "
     "up, so nothing may divide by their number.",
