@@ -92,8 +92,10 @@ class Track:
     twice: set[Slot] = field(default_factory=set)
 
     def is_behind_value_clip(self, event: Event) -> bool:
-        """Whether an event acted on gradients whose elements had been clamped, before the optimizer read them."""
-        return self.value_clip is not None and self.value_clip[0] < event.seq < self.value_clip[1]
+        """Whether an event acted on gradients whose elements had been clamped, before the optimizer read them. A scale
+        that was taken out there did so to what was there before as well."""
+        behind = self.value_clip is not None and self.value_clip[0] < event.seq < self.value_clip[1]
+        return behind and not isinstance(event, AmpUnscale)
 
 
 @dataclass
@@ -387,8 +389,8 @@ def _end_at_value_clip(trace: RankTrace, track: Track, events: list[Event]) -> N
     step = next((event for event in mine if isinstance(event, OptimizerStep) and clamp and event.seq > clamp.seq), None)
     if clamp is None or step is None:
         return
-    if any(isinstance(event, Backward | Reduce | AmpUnscale) and clamp.seq < event.seq < step.seq for event in events):
-        return  # clamped before it was complete, or unscaled: no state of it is a combination of contributions
+    if any(isinstance(event, Backward | Reduce) and clamp.seq < event.seq < step.seq for event in events):
+        return  # clamped before it was complete: no state of it is a combination of contributions
     seen = [point for point in track.points if (point.seq, point.role) == (clamp.seq, BEFORE)][:1]
     read = [point.values for point in track.points if (point.seq, point.role) == (step.seq, BEFORE)][:1]
     clipped = any(isinstance(event, Clip) and clamp.seq < event.seq < step.seq for event in events)

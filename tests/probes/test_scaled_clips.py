@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from clip_loops import NUM_STEPS, Finish, accumulate, by_hand, clip, codes, utils
-from probe_workers import Net, batch, token_sum
+from probe_workers import Net
 
 from gradcheck_dist.diagnosis.engine import diagnose
 from gradcheck_dist.probes import attach
@@ -105,18 +105,55 @@ def test_a_loss_scale_by_hand_is_taken_out_before_the_clip(
         assert ("by the loss scale before clipping" in report.findings[0].fix) == (found == ["GS604"])
 
 
-@pytest.mark.parametrize("unscaled", [True, False])
-def test_values_that_are_clipped_while_they_are_scaled_accuse_no_loss(tmp_path: Path, unscaled: bool) -> None:
-    """What was there before the clip is not what the optimizer reads where the scale is divided out behind it."""
+@pytest.mark.parametrize("hand", [False, True])
+@pytest.mark.parametrize("order", ["unscaled", "scaled", "threshold scaled", "rests"])
+def test_a_clip_by_value_of_scaled_gradients_is_found_and_hides_nothing(order: str, hand: bool, tmp_path: Path) -> None:
+    """Each element is clamped for its scale, and what was there before the clip stands for what is read, times what the
+    scale's removal makes of it: weights are judged, and a missing division is found beside it."""
     model, scaler = Net(), torch.amp.GradScaler("cpu", init_scale=256.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with attach(tmp_path):
-        part = batch(0, 0)
-        scaler.scale(token_sum(model, part) / (part[1] >= 0).sum()).backward()  # type: ignore[no-untyped-call]
-        if unscaled:
-            scaler.unscale_(optimizer)
-        utils.clip_grad_value_(model.parameters(), 1e-3)
-        scaler.step(optimizer)
+    scaler.scale(torch.zeros(()))
+    most = {"threshold scaled": 1e-3 * 256.0, "rests": 1e6}.get(order, 1e-3)
+
+    def unscale() -> None:
+        if hand:
+            torch._foreach_div_([param.grad for param in model.parameters()], 256.0)
+
+    with attach(tmp_path, objective="global-token-mean"):
+        for _ in range(NUM_STEPS):
+            accumulate(model, scale=256.0)
+            if order == "unscaled":
+                unscale() if hand else scaler.unscale_(optimizer)
+            utils.clip_grad_value_(model.parameters(), most)
+            if order != "unscaled":
+                unscale()
+            if hand:
+                optimizer.step()
+            else:
+                scaler.step(optimizer)
+                scaler.update(256.0)
+            optimizer.zero_grad()
     report = diagnose(read_run(tmp_path))
-    assert (report.verdict, codes(report)) == ("clean" if unscaled else "undetermined", [])
-    assert unscaled or any("clip_value" in reason for reason in report.reasons)
+    assert codes(report) == (["GS604"] if order == "scaled" else [])
+    assert report.verdict == ("findings" if order == "scaled" else "clean")
+    assert {round(weight.ratio or 0, 4) for weight in report.weights} == {1.0}
+    if order == "scaled":
+        assert "+-0.001 while gradients carried loss scale 256" in report.findings[0].explanation
+        assert ("by the loss scale before clipping" in report.findings[0].fix) == hand
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_number_in_front_of_a_clip_by_value_that_is_unscaled_behind_it_is_found(scaled: bool, tmp_path: Path) -> None:
+    model, scaler = Net(), torch.amp.GradScaler("cpu", init_scale=256.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler.scale(torch.zeros(()))
+    with attach(tmp_path, objective="global-token-mean"):
+        for _ in range(NUM_STEPS):
+            accumulate(model, scale=512.0)
+            utils.clip_grad_value_(model.parameters(), 1e-3 if scaled else 1e6)
+            scaler.step(optimizer)
+            scaler.update(256.0)
+            optimizer.zero_grad()
+    report = diagnose(read_run(tmp_path))
+    assert codes(report) == (["GS303", "GS604"] if scaled else ["GS303"])
+    assert report.findings[0].factor.observed == pytest.approx(2)

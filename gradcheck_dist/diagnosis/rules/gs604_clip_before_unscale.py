@@ -6,7 +6,8 @@ times too large down to max_norm, and unscaling leaves max_norm / S for the opti
 optimizers' gradients of which only some are unscaled. A line of the trainer's own that divides by a power of two from
 32 on behind the clip, and whose division makes the weights right, unscales as well. A max_norm that is a written number
 times S is taken to be meant. A clip by lines of the trainer's own is known by the norm that it left: times S it is a
-written number, and as it is none.
+written number, and as it is none. A clip by value (`clip_grad_value_`) is told by the sampled elements that it clamps
+for their scale alone.
 
 ## Why it matters
 Nearly every step is clipped, to a norm S times below the one that was asked for: the update depends on max_norm and S
@@ -34,6 +35,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import isfinite, sqrt
 
+import numpy as np
+
 from gradcheck_dist.diagnosis.answer import Answer
 from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
 from gradcheck_dist.diagnosis.finding import Candidate, Factor
@@ -42,8 +45,8 @@ from gradcheck_dist.diagnosis.norms.effect import effect_of_clip
 from gradcheck_dist.diagnosis.norms.scaled_clips import ScaledClip
 from gradcheck_dist.diagnosis.norms.step_norms import ClipCall
 from gradcheck_dist.diagnosis.weights.written import scale_of
-from gradcheck_dist.events import AmpUnscale, GradWrite
-from gradcheck_dist.ledger.tracks import ParamKey
+from gradcheck_dist.events import BEFORE, AmpUnscale, Clip, ClipValue, GradWrite
+from gradcheck_dist.ledger.tracks import ParamKey, Track
 
 CODE = "GS604"
 NAME = "clip-before-unscale"
@@ -54,7 +57,7 @@ SAME = 1e-3
 
 def could_audit(facts: StepFacts) -> bool:
     return facts.scaled is not None or (
-        bool(facts.norms.clips)
+        (bool(facts.norms.clips) or bool(_value_clips(facts)))
         and any(
             isinstance(event, AmpUnscale) or scale_of(event) is not None
             for events in facts.data.events.values()
@@ -66,6 +69,7 @@ def could_audit(facts: StepFacts) -> bool:
 def audit(facts: StepFacts) -> Iterator[Remark]:
     if facts.scaled is not None:
         yield _of_hand(facts, facts.scaled)
+    yield from _of_values(facts)
     wrong = [found for call in facts.norms.clips if (found := _scaled(facts, call)) is not None]
     if not wrong:
         return
@@ -107,7 +111,7 @@ class _Scaled:
 
 def _scaled(facts: StepFacts, call: ClipCall) -> _Scaled | None:
     """None where nothing is wrong with the scale of what is clipped."""
-    event, found = call.event, _unscaled_later(facts, call)
+    event, found = call.event, _unscaled_later(facts, call.rank, call.event)
     if found is None or event.coefficient >= 1 - ACTS:
         return None
     scale, later = found
@@ -167,18 +171,79 @@ def _factor(observed: float, right: float, scale: float) -> Factor:
     )
 
 
-def _unscaled_later(facts: StepFacts, call: ClipCall) -> tuple[float, frozenset[ParamKey]] | None:
+def _value_clips(facts: StepFacts) -> list[tuple[int, ClipValue]]:
+    return [(rank, event) for rank, all_ in facts.data.events.items() for event in all_ if isinstance(event, ClipValue)]
+
+
+def _of_values(facts: StepFacts) -> Iterator[Remark]:
+    """Elements that were clamped for their loss scale alone. A threshold that is a written number times the scale is
+    meant, as for norms."""
+    wrong: list[tuple[int, ClipValue, float, dict[ParamKey, np.ndarray]]] = []
+    for rank, event in _value_clips(facts):
+        found = _unscaled_later(facts, rank, event)
+        if found is None or is_round(event.clip_value / found[0]):
+            continue
+        sizes = dict(_sizes(facts, rank, event, found[1]))
+        if any(_smaller(one, event, found[0]).any() for one in sizes.values()):
+            wrong.append((rank, event, found[0], sizes))
+    if not wrong:
+        return
+    rank, event, scale, _ = min(wrong, key=lambda one: (one[0], one[1].seq))
+    smaller = [_smaller(one, event, scale) for _, event, scale, sizes in wrong for one in sizes.values()]
+    by_hand = not any(isinstance(other, AmpUnscale) for other in facts.data.events[rank])
+    yield Remark(
+        answer=_answer_of_values(event.clip_value, scale, float(np.concatenate(smaller).mean()), by_hand),
+        pattern="elements clamped while they were scaled",
+        params=frozenset(key for *_, sizes in wrong for key in sizes),
+        ranks=tuple(sorted({one for one, *_ in wrong})),
+        rank=rank,
+        event=event,
+    )
+
+
+def _sizes(
+    facts: StepFacts, rank: int, event: ClipValue, keys: frozenset[ParamKey]
+) -> Iterator[tuple[ParamKey, np.ndarray]]:
+    """The sizes of the sampled elements of each gradient in front of the clip."""
+    for key in keys:
+        track: Track | None = facts.data.tracks[key].get(rank)
+        point = (
+            next((one for one in track.points if (one.seq, one.role) == (event.seq, BEFORE)), None) if track else None
+        )
+        if point is not None:
+            sizes = np.abs(point.values.data)
+            yield key, sizes[np.isfinite(sizes)]
+
+
+def _smaller(sizes: np.ndarray, event: ClipValue, scale: float) -> np.ndarray:
+    """Which elements the optimizer reads otherwise than if they had been unscaled first."""
+    right = np.minimum(sizes, event.clip_value * scale)
+    return np.asarray(np.minimum(sizes, event.clip_value) < right * (1 - SAME))
+
+
+def _answer_of_values(most: float, scale: float, part: float, by_hand: bool) -> Answer:
+    return Answer(
+        explanation=f"Elements were clamped to +-{most:g} while gradients carried loss scale {scale:g}, and unscaled "
+        f"afterwards: the optimizer gets +-{most / scale:.6g} at most. Of the sampled elements {100 * part:.3g} % are "
+        "smaller for it than they should be.",
+        fix="Call scaler.unscale_(optimizer) before clipping."
+        if not by_hand
+        else "Divide the gradients by the loss scale before clipping.",
+    )
+
+
+def _unscaled_later(facts: StepFacts, rank: int, clip: Clip | ClipValue) -> tuple[float, frozenset[ParamKey]] | None:
     """The scale that is taken out of clipped gradients after the clip, and of which; None where there is none, or where
     it had been taken out before."""
-    keys = {track[call.rank].param.id: key for key, track in facts.data.tracks.items() if call.rank in track}
-    clipped = set(facts.data.params_of(call.rank, call.event.params))
+    keys = {track[rank].param.id: key for key, track in facts.data.tracks.items() if rank in track}
+    clipped = set(facts.data.params_of(rank, clip.params))
     carrying, seen, scales = set(clipped), set[int](), set[float]()
-    for event in facts.data.events[call.rank]:
+    for event in facts.data.events[rank]:
         if not isinstance(event, AmpUnscale) or event.scale in (0.0, 1.0):
             continue
-        first = (clipped & set(facts.data.params_of(call.rank, event.params))) - seen
+        first = (clipped & set(facts.data.params_of(rank, event.params))) - seen
         seen |= first
-        if first and event.seq > call.event.seq:
+        if first and event.seq > clip.seq:
             scales.add(event.scale)
         else:
             carrying -= first
@@ -186,10 +251,10 @@ def _unscaled_later(facts: StepFacts, call: ClipCall) -> tuple[float, frozenset[
         return (scales.pop(), frozenset(keys[one] for one in carrying if one in keys)) if len(scales) == 1 else None
     if not facts.weights_right:
         return None  # what the loss never carried is no scale
-    for event in facts.data.events[call.rank]:
+    for event in facts.data.events[rank]:
         scale = scale_of(event)
-        if scale is None or event.seq < call.event.seq:
+        if scale is None or event.seq < clip.seq:
             continue
-        if isinstance(event, GradWrite) and clipped & set(facts.data.params_of(call.rank, event.params)):
+        if isinstance(event, GradWrite) and clipped & set(facts.data.params_of(rank, event.params)):
             return scale, frozenset(keys.values())
     return None
