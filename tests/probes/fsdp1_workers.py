@@ -2,6 +2,7 @@
 
 import contextlib
 import zlib
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,8 +16,29 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 STEPS, ACCUMULATION = 2, 2
 
 
+class Masters:
+    """An optimizer of float32 copies of what this rank holds, as speculative decoding's trainers have one."""
+
+    def __init__(self, params: Iterable[torch.Tensor]) -> None:
+        self._params = list(params)
+        self._copies = [param.detach().clone().float().requires_grad_() for param in self._params]
+        self._optimizer = torch.optim.SGD(self._copies, lr=0.1)
+
+    def step(self) -> None:
+        for param, copy in zip(self._params, self._copies, strict=True):
+            copy.grad = torch.zeros_like(copy) if param.grad is None else param.grad.detach().float().clone()
+        self._optimizer.step()
+        with torch.no_grad():
+            for param, copy in zip(self._params, self._copies, strict=True):
+                param.copy_(copy)
+
+    def zero_grad(self) -> None:
+        for param in self._params:
+            param.grad = None
+
+
 def train(variant: str) -> int:
-    """Train by "strategy options fault" (options: flat, no-sync, bf16, frozen), return a checksum of the
+    """Train by "strategy options fault" (options: flat, no-sync, bf16, frozen, masters), return a checksum of the
     rank's parameters."""
     strategy, *rest = variant.split()
     world = dist.get_world_size()
@@ -31,7 +53,7 @@ def train(variant: str) -> int:
     model = FullyShardedDataParallel(
         net, sharding_strategy=getattr(ShardingStrategy, strategy), auto_wrap_policy=ModuleWrapPolicy({Block}), **given
     )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = Masters(model.parameters()) if "masters" in rest else torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(STEPS):
         batches = [tokens(dist.get_rank(), 10 * step + k) for k in range(ACCUMULATION)]
         count = torch.tensor(sum(int((labels >= 0).sum()) for _, labels in batches))

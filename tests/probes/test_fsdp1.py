@@ -14,7 +14,8 @@ from gradcheck_dist.trainer.launch import launch, warm_up
 NAMES = ["block.down.bias", "block.down.weight", "block.norm.bias", "block.norm.weight", "block.up.bias",
          "block.up.weight", "embed.weight", "head.weight"]  # fmt: skip
 RIGHT = ("FULL_SHARD", "FULL_SHARD flat no-sync", "SHARD_GRAD_OP no-sync bf16", "NO_SHARD flat", "NO_SHARD no-sync",
-         "FULL_SHARD frozen")  # fmt: skip
+         "FULL_SHARD frozen", "FULL_SHARD masters", "SHARD_GRAD_OP flat no-sync masters",
+         "NO_SHARD masters")  # fmt: skip
 CLIPS_ALONE = "dist.get_rank() or nn.utils.clip_grad_norm_(model.parameters(), 0.1)  # the others do not"
 TOKEN_SUM = 'return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")'
 WRONG = {
@@ -27,6 +28,12 @@ WRONG = {
     "FULL_SHARD no-sync left": ("GS402", None, "optimizer.step()"),
     "FULL_SHARD flat left": ("GS402", None, "optimizer.step()"),
     "NO_SHARD left": ("GS402", None, "optimizer.step()"),
+    "FULL_SHARD masters double-averaging": ("GS101", 0.5, "loss.backward()"),
+    "FULL_SHARD flat masters times-ranks": ("GS303", 2.0, TOKEN_SUM),
+    "SHARD_GRAD_OP masters halved": ("GS000", 0.5, "param.grad.mul_(0.5)"),
+    "FULL_SHARD masters local-clip": ("GS601", None, "nn.utils.clip_grad_norm_(model.parameters(), 0.1)"),
+    "FULL_SHARD masters left": ("GS402", None, "self._optimizer.step()"),
+    "FULL_SHARD flat masters left": ("GS402", None, "self._optimizer.step()"),
     "NO_SHARD one-clips": ("GS608", None, CLIPS_ALONE),
 }
 

@@ -118,8 +118,10 @@ class Finder:
         copies: Sequence[Tensor],
         infos: Sequence[ParamInfo],
         gradients: Iterable[tuple[Sequence[Region], Tensor]] = (),
+        parts: Iterable[tuple[Sequence[Region], Tensor]] = (),
     ) -> dict[int, list[Region]]:
-        """The regions of each of an optimizer's tensors, by its place; those that are no copies are left out.
+        """The regions of each of an optimizer's tensors, by its place; those that are no copies are left out. `parts`:
+        tensors that are known to hold parts of parameters (FSDP1's shards, and its views of them).
 
         Reads values on the host, once for each copy, when an optimizer is first seen. Values that are all alike (a
         norm's ones) prove nothing: they count beside a copy that was found by others, and where their gradient is part
@@ -137,13 +139,17 @@ class Finder:
             if not hasattr(copy, "_local_tensor") and not copy.is_meta and copy.numel()
         }
         found: dict[int, list[Region]] = {}
-        known, sources = list(gradients), _Sources([*map(_held_whole, plain), *_shards(infos)])
+        parts = list(parts)
+        alone = [(regions[0], tensor) for regions, tensor in parts if len(regions) == 1]
+        known, sources = list(gradients), _Sources([*map(_held_whole, plain), *_shards(infos), *alone])
         for varied in (True, False):
             for index, values in flat.items():
                 if index in found or _varied(values) != varied or not (varied or found):
                     continue
-                regions = (not varied and _by_gradient(copies[index], values, known)) or self._of(
-                    values, plain, sources
+                regions = (
+                    (not varied and _by_gradient(copies[index], values, known))
+                    or self._of(values, plain, sources)
+                    or _of_flat(values, parts)
                 )
                 if regions:
                     found[index] = regions
@@ -339,6 +345,16 @@ def _by_gradient(copy: Tensor, values: Tensor, gradients: Iterable[tuple[Sequenc
         if not torch.equal(mine[:NUM_COMPARED], values[offset : offset + length][:NUM_COMPARED]):
             return []
     return found
+
+
+def _of_flat(values: Tensor, parts: Iterable[tuple[Sequence[Region], Tensor]]) -> list[Region]:
+    """What is in a tensor that agrees with one in which parts of several parameters lie."""
+    for regions, tensor in parts:
+        if len(regions) > 1 and tensor.numel() == values.numel():
+            flat = tensor.reshape(-1)
+            if _compared(flat, flat.dtype) == _compared(values, flat.dtype):
+                return list(regions)
+    return []
 
 
 def _part_of(region: Region) -> tuple[Fraction, Fraction]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 import msgspec
 import torch
@@ -125,14 +125,28 @@ class Registry(Plans):
                 self._owned.add(info.id)
         for _ in range(2):  # what holds constants alone is known once others are
             foreign = [param for param in foreign if not self._holds_parts(param)]
+        self._adopt_empty(foreign)
         foreign = [param for param in foreign if self.find(param) is None]
         if not foreign:
             return
         owned = self._owned_inside if inside else self._owned
         candidates = [info for info in self.infos() if info.param.requires_grad and info.id not in owned]
         gradients = [([whole(info)], buffer) for info in candidates if (buffer := gradient_of(info)) is not None]
-        for index, regions in self._finder.find(foreign, candidates, gradients).items():
+        for index, regions in self._finder.find(foreign, candidates, gradients, self._parts(owned)).items():
             self.add_copy(foreign[index], regions)
+
+    def _adopt_empty(self, foreign: Iterable[Tensor]) -> None:
+        """A shard of which this rank has nothing was copied as well: which one is which makes no difference."""
+        empty = [copy.regions for copy in self._copies.values() if copy.regions and not copy.param.numel()]
+        nothing = [param for param in foreign if self.find(param) is None and not param.numel()]
+        for param, regions in zip(nothing, empty, strict=False):
+            self.add_copy(param, regions)
+
+    def _parts(self, owned: Collection[int]) -> Iterator[tuple[tuple[Region, ...], Tensor]]:
+        """Tensors that hold parts of parameters and that no optimizer owns: others may be copies of these."""
+        for copy in self._copies.values():
+            if copy.regions and copy.id not in owned and copy.param.numel():
+                yield copy.regions, copy.param.detach()
 
     def steps_inside(self, params: Iterable[Tensor]) -> None:
         """An optimizer that steps inside of another's step owns these itself."""

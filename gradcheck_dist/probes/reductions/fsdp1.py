@@ -37,15 +37,14 @@ DIVIDING_HOOKS = {"allreduce_hook", "reduce_scatter_hook", "bf16_compress_hook",
 
 @dataclass
 class Flat:
-    """A flat parameter: `state` is its wrapper, `whole` what lies in it unsharded, `held` what of it lies here, in the
-    `copies` that the optimizer owns. `begun` is the last step of which a gradient arrived."""
+    """A flat parameter: `state` is its wrapper, `whole` what lies in it unsharded, `held` what of it lies here.
+    `begun` is the last step of which a gradient arrived."""
 
     state: Any
     handle: Any
     infos: list[ParamInfo]
     whole: list[Region]
     held: list[Region]
-    copies: list[ParamInfo]
     wrapper: int
     begun: int = -1
 
@@ -92,16 +91,16 @@ class Flats:
                 held.append(Region(info, part.intra_param_start_idx or 0, part.offset_in_shard or 0, length))
             offset += numel
         if flat._params is None:
-            copies = [registry.add_copy(flat, held)] * len(held)
+            registry.add_copy(flat, held)
         else:
-            parts = zip(flat._params, held, strict=True)
-            copies = [registry.add_copy(param, [region._replace(offset=0)]) for param, region in parts]
+            for param, region in zip(flat._params, held, strict=True):
+                registry.add_copy(param, [region._replace(offset=0)])
         if handle.uses_sharded_strategy:
             for index, (info, region) in enumerate(zip(infos, held, strict=True)):
                 lies_in = flat if flat._params is None else flat._params[index]
                 begin = region.offset if flat._params is None else 0
                 registry.holds(info, lies_in.detach().view(-1)[begin : begin + region.length], lies_in)
-        found = Flat(state, handle, infos, whole, held, copies, self._wrapper(prefix, state, infos))
+        found = Flat(state, handle, infos, whole, held, self._wrapper(prefix, state, infos))
         self._recorder.discovery.hook_flat(flat, infos, functools.partial(arrived, self._recorder, found))
         return found
 
@@ -175,7 +174,9 @@ def _left(recorder: Recorder, flat: Flat, seq: int) -> None:
     left = getattr(param, "_saved_grad_shard", None) if flat.is_sharded else param.grad
     if left is not None and read:
         regions = flat.held if flat.is_sharded else flat.whole
-        told = [region for region, copy in zip(regions, flat.copies, strict=True) if copy.id in read]
+        copies = (copy for copy in recorder.registry.copies() if copy.id in read)
+        infos = {region.info.id for copy in copies for region in copy.regions}
+        told = [region for region in regions if region.info.id in infos]
         recorder.sample_regions(seq, BEFORE, told, left)
 
 
