@@ -9,11 +9,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 VARIANTS = ("right", "bfloat16", "replaced in each pass", "kept over steps", "divided again")
+OF_DTENSORS = ("right", "bfloat16", "kept over steps", "halved", "clipped apart")
 STEPS, PASSES = 3, 3
 
 
 def run(folder: str) -> None:
     record_each(folder, VARIANTS, train)
+    record_each(folder + "/dtensors", OF_DTENSORS, train_dtensors)
 
 
 class Uneven(nn.Module):
@@ -64,6 +66,42 @@ def train(variant: str) -> None:
                 local(param).copy_(copy)
         if variant != "kept over steps":
             buffers.clear()
+
+
+def train_dtensors(variant: str) -> None:
+    """Whose optimizer owns float32 copies that are DTensors themselves, and clips what these are given."""
+    torch.manual_seed(0)
+    model = Uneven().to(torch.bfloat16 if variant == "bfloat16" else torch.float32)
+    fully_shard(model.inner)
+    fully_shard(model)
+    params: list[nn.Parameter] = list(model.parameters())
+    copies = [param.detach().clone().float().requires_grad_() for param in params]
+    optimizer = torch.optim.SGD(copies, lr=0.1)
+    for step in range(STEPS):
+        data = [batch(dist.get_rank(), PASSES * step + k) for k in range(PASSES)]
+        count = torch.stack([(labels >= 0).sum() for _, labels in data]).sum()
+        dist.all_reduce(count)
+        for tokens, labels in data:
+            loss = F.cross_entropy(model(tokens).flatten(0, 1).float(), labels.flatten(), reduction="sum")
+            (loss * dist.get_world_size() / count).backward()
+        for param, copy in zip(params, copies, strict=True):
+            assert param.grad is not None
+            copy.grad = param.grad.detach().float().clone()
+            if variant == "halved":
+                copy.grad.mul_(0.5)
+            if variant != "kept over steps":
+                param.grad = None
+        if variant == "clipped apart":
+            norm = torch.stack([local(copy.grad).norm() for copy in copies if copy.grad is not None]).norm()
+            for copy in copies:
+                assert copy.grad is not None
+                copy.grad.mul_((0.05 / norm).clamp(max=1.0))
+        else:
+            nn.utils.clip_grad_norm_(copies, 0.05)
+        optimizer.step()
+        with torch.no_grad():
+            for param, copy in zip(params, copies, strict=True):
+                param.copy_(copy)
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -109,7 +110,8 @@ class Places:
 
     def _place(self, info: ParamInfo, is_copy: bool) -> Place | None:
         if is_copy:
-            grad = info.param.grad
+            grad: Any = info.param.grad
+            grad = getattr(grad, "_local_tensor", grad)
             # Of what is a part in an optimizer's eyes alone, the whole gradient is no copy's.
             arrives = grad is not None and any(
                 one.info.param is info.param and one.info.numel == grad.numel() for one in info.regions

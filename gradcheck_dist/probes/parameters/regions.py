@@ -133,11 +133,8 @@ class Finder:
             for info in infos
             if not hasattr(info.param, "_local_tensor") and not info.param.is_meta and info.param.numel()
         ]
-        flat = {
-            index: copy.detach().reshape(-1)
-            for index, copy in enumerate(copies)
-            if not hasattr(copy, "_local_tensor") and not copy.is_meta and copy.numel()
-        }
+        local = {index: getattr(copy, "_local_tensor", copy) for index, copy in enumerate(copies)}
+        flat = {index: held.detach().reshape(-1) for index, held in local.items() if not held.is_meta and held.numel()}
         found: dict[int, list[Region]] = {}
         parts = list(parts)
         alone = [(regions[0], tensor) for regions, tensor in parts if len(regions) == 1]

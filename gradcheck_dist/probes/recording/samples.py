@@ -235,7 +235,7 @@ class Sampler:
             if grad is None:
                 continue
             if info.regions and grad.layout is torch.strided:
-                self.sample_regions(seq, role, info.regions, grad)
+                self.sample_regions(seq, role, info.regions, getattr(grad, "_local_tensor", grad))
             elif not info.regions:
                 self.sample(seq, role, info, grad)
         return None
