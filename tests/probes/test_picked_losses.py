@@ -22,3 +22,13 @@ def test_ranks_that_look_up_their_own_classes_have_one_loss(
     report = diagnose(read_run(tmp_path / "run"))
     assert (report.verdict, [one.code for one in report.findings]) == ("findings" if codes else "clean", codes)
     assert report.run.data_ranks == together
+
+
+@pytest.mark.parametrize(("kind", "codes"), [("sum", []), ("own", []), ("wrong own", ["GS803"])])
+def test_a_head_that_is_fused_with_its_loss_may_sum_over_the_shards(
+    kind: str, codes: list[str], tmp_path: Path
+) -> None:
+    """In its backward, of which a rank knows its own shard's part alone; one that does not communicate sums nothing."""
+    launch("vocabulary_workers:train_fused", (kind, str(tmp_path / "run")), 2, timeout_s=100)
+    report = diagnose(read_run(tmp_path / "run"))
+    assert (report.verdict, [one.code for one in report.findings]) == ("findings" if codes else "clean", codes)

@@ -156,3 +156,57 @@ def train_in_chunks(run_dir: str, body_divided_by: float) -> None:
             optimizer.zero_grad()
     dist.barrier()
     dist.destroy_process_group()
+
+
+class Fused(torch.autograd.Function):
+    """Each label's cross-entropy over the classes of all ranks, from hidden states and this rank's part of the head.
+    `kind`: whether its backward gives hidden states the "sum" over ranks or the "own" part; "wrong": of labels in other
+    shards that of other classes."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, kind: str) -> Tensor:  # type: ignore[override]
+        logits, first = hidden @ weight.T, dist.get_rank() * len(weight)
+        here = (labels >= first) & (labels < first + len(weight))
+        at = torch.where(here, labels - first, 0)[:, None]
+        exps, own = logits.exp(), torch.where(here, logits.gather(1, at)[:, 0], 0.0)
+        total = exps.sum(1)
+        for summand in (total, own):
+            dist.all_reduce(summand)
+        share = exps / total[:, None]
+        if "wrong" in kind:
+            share = torch.where(here[:, None], share, share.flip(1))
+        ctx.save_for_backward(hidden, weight, share.scatter_add(1, at, -here[:, None].float()))
+        ctx.sums = "sum" in kind
+        return total.log() - own
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:  # type: ignore[override]
+        hidden, weight, of_logits = ctx.saved_tensors
+        of_logits = of_logits * grad[:, None]
+        of_hidden = of_logits @ weight
+        if ctx.sums:
+            dist.all_reduce(of_hidden)
+        return of_hidden, of_logits.T @ hidden, None, None
+
+
+def train_fused(kind: str, run_dir: str) -> None:
+    from gradcheck_dist.probes import attach
+
+    dist.init_process_group("gloo")
+    with attach(run_dir):
+        torch.manual_seed(0)
+        body = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        torch.manual_seed(1 + dist.get_rank())
+        head = nn.Parameter(torch.randn(CLASSES // 2, WIDTH) / 2)
+        optimizer = torch.optim.SGD([*body.parameters(), head], lr=0.1)
+        generator = torch.Generator().manual_seed(2)
+        for _ in range(2):
+            for _ in range(2):
+                features = torch.randn(2 * TOKENS, WIDTH, generator=generator)
+                labels = torch.randint(0, CLASSES, (2 * TOKENS,), generator=generator)
+                hidden = body(features) if "sum" in kind else Copied.apply(body(features))
+                (Fused.apply(hidden, head, labels, kind).sum() / (4 * TOKENS)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    dist.barrier()
+    dist.destroy_process_group()

@@ -30,6 +30,9 @@ MAX_ALIKE = 64
 """Applications of one function that are looked at in a step."""
 MAX_HEADS = 8
 """Of these, how many are asked what they give for a weight: all elements of it."""
+OTHERWISE = 0.2
+"""Share of what hidden states get that is no multiple of what a rank's own shard gives them, from which it may be the
+sum over all shards."""
 
 
 class Functions:
@@ -108,6 +111,7 @@ def watch(
     dtype = coarsest(output.dtype, looked.dtype)
     number, place, shape, index = output.output_nr, looked.given.place, looked.given.rows.shape, looked.index
     of_head = head_backward.held(recorder, cls, looked) if head and not group else None
+    of_hidden = bool(group) and looked.given.weight is not None
 
     reached: list[tuple[Tensor, Tensor]] = []
 
@@ -125,7 +129,8 @@ def watch(
         given = grads[place] if place < len(grads) else None
         if given is not None and reached and given.shape == shape and is_plain(given):
             weights, alone = reached[0]
-            came(recorder, event, dtype, weights, row(given, index), derivative, [alone, *told[1:]])
+            may_sum = of_hidden and recorder.exchanges is not None and recorder.exchanges.communicates(cls)
+            came(recorder, event, dtype, weights, row(given, index), derivative, [alone, *told[1:]], may_sum)
             if of_head is not None:
                 nothing = alone.isinf().any() | no_sum
                 of_head(grads, torch.where(nothing, torch.nan, weights.sum() / weights.count_nonzero()))
@@ -143,8 +148,10 @@ def came(
     got: Tensor,
     derivative: Tensor,
     told: Sequence[Tensor],
+    may_sum: bool = False,
 ) -> None:
-    """Backward ran through the function; `told` is what forward showed of each label."""
+    """Backward ran through the function; `told` is what forward showed of each label. `may_sum`: it communicated,
+    and may have summed what the ranks' shards of the output layer give its hidden states: no rank knows that alone."""
     current = recorder.current
     if current is None or not recorder.sampling:
         return
@@ -153,5 +160,6 @@ def came(
     weight = (got * derivative).sum(1) / (derivative * derivative).sum(1)
     size = got.square().sum(1).clamp_min(torch.finfo(torch.float32).tiny)
     rest = ((got - weight[:, None] * derivative).square().sum(1) / size).sqrt()
-    values = torch.stack([arrived, weight, rest, *told], 1).float()
+    gap = torch.where(rest > OTHERWISE, torch.nan, told[0]) if may_sum else told[0]
+    values = torch.stack([arrived, weight, rest, gap, *told[1:]], 1).float()
     recorder.emit_values(event, values, current.microbatch, dtype=str(rounded).removeprefix("torch."))
