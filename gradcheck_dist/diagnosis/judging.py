@@ -462,7 +462,8 @@ def _finding(case: Case, verdict: StepVerdict) -> Finding:
             case.culprit = answer.culprit
             case.configured_at = configured_at(verdict.data, case.culprit)
         lines = loss_lines(case, verdict.held)
-        fix = "" if lines and rule.CODE == UNEXPLAINED else answer.fix  # which would have these lines looked for
+        looks = rule.CODE == UNEXPLAINED and case.culprit.write is None
+        fix = "" if lines and looks else answer.fix  # which would have these lines looked for
         return Finding(
             code=rule.CODE,
             name=rule.NAME,

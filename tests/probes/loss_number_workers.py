@@ -19,8 +19,9 @@ STEPS, PASSES = 2, 3
 def train(folder: str, variant: str, passes: int = PASSES) -> None:
     """Losses are squared errors, or
 
-    - `labels`: cross-entropies, `likelihood`: a mean of which nobody knows with what it compares, `masked`: a mean over
-      some elements, `focal`: over what is multiplied by something that has a gradient.
+    - `labels`: cross-entropies, `counted`: their sum times the ranks, over all labels of the step, `likelihood`: a mean
+      of which nobody knows with what it compares, `masked`: a mean over some elements, `focal`: over what is multiplied
+      by something that has a gradient.
 
     They are multiplied by
 
@@ -28,9 +29,9 @@ def train(folder: str, variant: str, passes: int = PASSES) -> None:
     - `twice`: one over the passes twice, `undivided`: not even once;
     - `loud`: three on rank 1; `own weight`: a weight of each rank's own.
 
-    `behind`: a line divides gradients by ranks, too; `again`: one adds up what DDP has reduced. `summed`: ranks add up
-    their losses before backward, `sum alone`: and nothing divides the sum by them; `beside`: a number beside the loss
-    is what they add up."""
+    `behind`: a line divides gradients by ranks, too, `more`: or multiplies by them; `again`: one adds up what DDP has
+    reduced. `summed`: ranks add up their losses before backward, `sum alone`: and nothing divides the sum by them;
+    `beside`: a number beside the loss is what they add up."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
@@ -46,6 +47,9 @@ def train(folder: str, variant: str, passes: int = PASSES) -> None:
                     output, target = wrapped(torch.randn(5, 6)), torch.randn(5, 4)
                     if "labels" in variant:
                         loss = F.cross_entropy(output, target.argmax(-1))
+                    elif "counted" in variant:
+                        loss = F.cross_entropy(output, target.argmax(-1), reduction="sum") / (5 * world_size)
+                        loss = loss * world_size
                     elif "likelihood" in variant:
                         loss = F.gaussian_nll_loss(output[:, :2], target[:, :2], output[:, 2:].exp())
                     elif "masked" in variant:
@@ -79,6 +83,9 @@ def train(folder: str, variant: str, passes: int = PASSES) -> None:
             for param in model.parameters() if "behind" in variant else ():
                 assert param.grad is not None
                 param.grad /= world_size
+            for param in model.parameters() if "more" in variant else ():
+                assert param.grad is not None
+                param.grad *= world_size
             for param in model.parameters() if "again" in variant else ():
                 dist.all_reduce(param.grad)
             optimizer.step()

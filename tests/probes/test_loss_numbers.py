@@ -202,6 +202,16 @@ def test_a_loss_that_is_divided_by_what_its_source_calls_ranks_is_averaged_twice
     assert f"{place} (/ world_size)" in finding.explanation and f"Take it out at {place}" in finding.fix
 
 
+def test_a_line_that_writes_to_gradients_is_to_be_dropped_before_one_that_does_as_much_to_losses(
+    tmp_path: Path,
+) -> None:
+    (finding,) = trained_on_ranks(tmp_path, "counted more").findings
+    assert finding.factor.observed == pytest.approx(2)
+    assert finding.first_event is not None and finding.first_event.line == line_of("param.grad *= world_size")
+    place = f"{WORKER.name}:{line_of('loss = loss * world_size')}"
+    assert finding.fix.startswith("Drop it") and finding.fix.endswith(f"Or: take it out at {place}.")
+
+
 @pytest.mark.parametrize("variant", ["number", "likelihood number"])
 def test_a_number_that_nobody_calls_ranks_may_be_a_coefficient(tmp_path: Path, variant: str) -> None:
     report = trained_on_ranks(tmp_path, variant)
