@@ -31,6 +31,8 @@ where each call takes longer to start."""
 FITS = {torch.float32: 2e-5, torch.float64: 2e-5}
 """Relative difference within which a sum of losses is what was computed here; of other types ROUNDED."""
 ROUNDED = 4e-3
+DIFFER = 0.01
+"""Relative difference of some losses, without which a number before all of them does not show."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,23 @@ def _computes_in(given: Given) -> torch.dtype:
 def coarsest(*dtypes: torch.dtype) -> torch.dtype:
     """The type that rounds most."""
     return max(dtypes, key=lambda one: torch.finfo(one).eps)
+
+
+def number_before(looked: Looked, output: Tensor) -> Tensor:
+    """What multiplies all cross-entropies in a result of one number for each label, 0-d: 1 where these are no
+    multiples of cross-entropies, not a number where a coarse type does not tell which. Waits for no accelerator."""
+    classes = looked.given.num_classes
+    label = looked.labels.clamp(0, classes - 1)[:, None]
+    losses = looked.logits.logsumexp(1) - looked.logits.gather(1, label).squeeze(1)
+    found = output.detach().reshape(-1)[looked.index].double().abs()
+    valid = (looked.labels >= 0) & (looked.labels < classes) & (found != 0)
+    losses, found = torch.where(valid, losses, 0.0), torch.where(valid, found, 0.0)
+    number = (found * losses).sum() / losses.square().sum()
+    fits = FITS.get(coarsest(looked.dtype, output.dtype), ROUNDED)
+    alike = ((found - number * losses).abs() <= fits * number * losses).all()
+    differ = losses.amax() - torch.where(valid, losses, torch.inf).amin() > DIFFER * losses.amax()
+    multiple = alike & differ & (valid.sum() >= MIN_ROWS) & ((number - 1).abs() > fits)
+    return torch.where(multiple, number if fits < ROUNDED else torch.nan, 1.0)
 
 
 class Sum(NamedTuple):

@@ -33,6 +33,7 @@ from gradcheck_dist.probes.losses.closed_form import (
     given_to,
     is_one_of,
     look,
+    number_before,
     sum_of,
     valid_in,
 )
@@ -140,11 +141,13 @@ def applied(
         if not (isinstance(output, Tensor) and output.is_floating_point() and output.grad_fn is not None):
             continue
         share: float | Tensor | None = None
+        number: float | Tensor = 1.0
         labels = next((arg for arg in whole if arg.shape == output.shape), None)
         if labels is not None and _have_classes(args, labels):
             left_out = labels < 0
             # One of the whole numbers may be the label to ignore: it has no loss.
             left_out = left_out | (is_one_of(labels, args) & (output.detach() == 0))
+            number = _number(functions, cls, looked, labels, output)
         elif output.numel() == 1:
             summed = None if calls else _sum(recorder, functions, cls, args, whole, looked, output.detach())
             if summed is None:
@@ -160,13 +163,28 @@ def applied(
         sign = torch.where((output.detach() > 0).any(), 1.0, -1.0)
         node: Any = output.grad_fn
         node.metadata[LABELLED] = Labelled(
-            _name(cls), index, labels, left_out, sign, caller_site(), 1.0 if share is None else share
+            _name(cls), index, labels, left_out, sign, caller_site(), number if share is None else share
         )
-        groups = {call.ranks for call in calls}
+        is_whole = isinstance(number, float) and number != 1.0  # what is over shards is no multiple of one shard's
+        groups = {call.ranks for call in calls if not is_whole}
         if looked is not None and looked.given.labels is labels and len(groups) <= 1 and functions.admit(cls):
             of_ranks, head = groups.pop() if groups else (), functions.asks_for_weight(cls)
-            watch_backward(recorder, cls, looked, output, share=share, group=of_ranks, head=head)
+            watch_backward(recorder, cls, looked, output, share=share, number=number, group=of_ranks, head=head)
         return
+
+
+def _number(functions: Functions, cls: type[Function], looked: Looked | None, labels: Tensor, output: Tensor) -> Any:
+    """What stands before each label's loss inside of a function (one over a count). In a step without samples it is
+    not known where it was another than 1 before."""
+    if looked is None or looked.given.labels is not labels or output.device != looked.logits.device:
+        return output.new_full((), torch.nan) if cls in functions.scaled else 1.0
+    with torch.no_grad():
+        found = number_before(looked, output)
+    if not is_host(found):
+        return found
+    if found != 1:
+        functions.scaled.add(cls)
+    return found if found.isnan() else found.item()
 
 
 def _sum(

@@ -37,10 +37,11 @@ sum over all shards."""
 
 class Functions:
     """Functions that were applied: how often in a step, and what the one result of each is the sum of, over what: a
-    number of closed_form.CASES, -1 for no such sum."""
+    number of closed_form.CASES, -1 for no such sum. `scaled`: of which a number stood before each label's loss."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.sums: dict[type, int] = {}
+        self.scaled: set[type] = set()
         self._recorder = recorder
         self._step = -1
         self._seen: Counter[type] = Counter()
@@ -70,19 +71,20 @@ def watch(
     output: Tensor,
     *,
     share: float | Tensor | None = None,
+    number: float | Tensor = 1.0,
     group: Sequence[int] = (),
     head: bool = True,
 ) -> None:
-    """A function gave `output`, one number for each label, or their sum times `share`: hold its backward against the
-    derivative when it comes. `group`: the ranks that hold the vocabulary in shards, in their order, none where this
-    rank has all of it. `head`: and what it gives for the output layer's weight, if it is given that."""
+    """A function gave `output`, `number` times the loss of each label, or their sum times `share`: hold its backward
+    against the derivative when it comes. `group`: the ranks that hold the vocabulary in shards, in their order, none
+    where this rank has all of it. `head`: and what it gives for the output layer's weight, if it is given that."""
     classes = looked.logits.shape[1]
     shard = group.index(dist.get_rank()) if group else None
     with torch.no_grad():
         labels = looked.labels - (shard or 0) * classes
         label = labels.clamp(0, classes - 1)[:, None]
         wanted, own = looked.logits.gather(1, label).squeeze(1), looked.logits.logsumexp(1)
-        found = output.detach().reshape(-1).double()
+        found = output.detach().reshape(-1).double() / number
         sign = torch.where((found > 0).any(), 1.0, -1.0)
         loss = sign * found[looked.index] if share is None else own - wanted
         held = (labels >= 0) & (labels < classes) & (loss != 0)
@@ -92,9 +94,10 @@ def watch(
         elsewhere = (looked.labels >= 0) & (loss != 0) & (shard is not None)
         derivative = (looked.logits - torch.where(held, normaliser, own)[:, None]).exp()
         derivative.scatter_add_(1, label, -held.to(derivative.dtype)[:, None])
-        derivative = looked.given.gradient(derivative) * (1.0 if share is None else share)
+        derivative = looked.given.gradient(derivative) * (number if share is None else share)
         gap = torch.where(held, gap / (1 + loss.abs()), torch.where(elsewhere, -1.0, torch.nan))
-        no_sum = share.isnan() if isinstance(share, Tensor) else torch.zeros_like(held).any()
+        told_later = number if share is None else share
+        no_sum = told_later.isnan() if isinstance(told_later, Tensor) else torch.zeros_like(held).any()
         gap = torch.where(no_sum, torch.nan, gap)
         power = (wanted - looked.logits.mean(1)).abs() / (1 + loss.abs())
         told = [gap, power]
@@ -109,7 +112,7 @@ def watch(
     )
     node: Any = output.grad_fn
     dtype = coarsest(output.dtype, looked.dtype)
-    number, place, shape, index = output.output_nr, looked.given.place, looked.given.rows.shape, looked.index
+    at_output, place, shape, index = output.output_nr, looked.given.place, looked.given.rows.shape, looked.index
     of_head = head_backward.held(recorder, cls, looked) if head and not group else None
     of_hidden = bool(group) and looked.given.weight is not None
 
@@ -117,8 +120,8 @@ def watch(
 
     def arrives(grads: Sequence[Tensor | None]) -> None:  # before backward, which may write into it
         arriving.remove()
-        others = [grad.detach().any() for at, grad in enumerate(grads) if at != number and grad is not None]
-        if (arrived := grads[number]) is not None:
+        others = [grad.detach().any() for at, grad in enumerate(grads) if at != at_output and grad is not None]
+        if (arrived := grads[at_output]) is not None:
             weights = sign * arrived.detach().reshape(-1).double()
             weights = weights[index] if share is None else weights.expand(len(index))
             # What the function gave beside the losses has a part in the gradient then.
