@@ -36,6 +36,42 @@ class Scaled(Function):
         return ctx.saved_tensors[0] * grad[:, None], None, None, None
 
 
+class Masked(Function):
+    """Each label's cross-entropy times a weight that is given with it; of smoothed labels by `smoothing`."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, weights: Tensor, smoothing: float) -> Tensor:  # type: ignore[override]
+        logs, at = logits.log_softmax(-1), labels[:, None]
+        wanted = torch.full_like(logs, smoothing / logs.shape[1])
+        wanted = wanted.scatter_add(1, at, torch.full_like(logs[:, :1], 1 - smoothing))
+        ctx.save_for_backward((logs.exp() - wanted) * weights[:, None])
+        return -(wanted * logs).sum(1) * weights
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return ctx.saved_tensors[0] * grad[:, None], None, None, None
+
+
+def with_weights(run_dir: Path, smoothing: float, own_count: bool) -> Report:
+    """Labels that a mask over a count leaves out are classes like others."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attach(run_dir, objective="global-token-mean"):
+        for step in range(STEPS):
+            data = [batch(0, PASSES * step + k) for k in range(PASSES)]
+            count = sum((labels >= 0).sum() for _, labels in data)
+            for tokens, labels in data:
+                mask = (labels.flatten() >= 0).float()
+                weights = mask / (mask.sum() if own_count else count)
+                logits = model(tokens).flatten(0, 1)
+                losses = Masked.apply(logits, labels.flatten().clamp(min=0), weights, smoothing)
+                losses.sum().backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+    return diagnose(read_run(run_dir))
+
+
 def trained(run_dir: Path, kind: str, **options: Any) -> Report:
     torch.manual_seed(0)
     model = Net()
@@ -75,3 +111,14 @@ def test_a_number_that_is_wrong_there_is_found(kind: str, code: str, tmp_path: P
     assert finding.code == code
     if kind == "too large":
         assert finding.factor.observed == pytest.approx(2.5)
+
+
+def test_a_mask_over_a_count_that_is_given_is_both(tmp_path: Path) -> None:
+    report = with_weights(tmp_path / "right", 0.0, False)
+    assert report.findings == []
+    assert {round(weight.ratio or 0, 4) for weight in report.weights} <= {1.0}
+    assert [one.code for one in with_weights(tmp_path / "wrong", 0.0, True).findings] == ["GS301"]
+
+
+def test_smoothed_labels_over_a_count_accuse_nobody(tmp_path: Path) -> None:
+    assert with_weights(tmp_path, 0.1, False).verdict == "undetermined"

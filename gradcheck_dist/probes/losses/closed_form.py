@@ -33,6 +33,9 @@ FITS = {torch.float32: 2e-5, torch.float64: 2e-5}
 ROUNDED = 4e-3
 DIFFER = 0.01
 """Relative difference of some losses, without which a number before all of them does not show."""
+NEAR, FAR = 3.0, 4.0
+"""Up to which factor losses with a term of their own (smoothed labels) differ from cross-entropies, each from the
+others' middle, and all of them."""
 
 
 @dataclass(frozen=True)
@@ -141,19 +144,26 @@ def coarsest(*dtypes: torch.dtype) -> torch.dtype:
 
 def number_before(looked: Looked, output: Tensor) -> Tensor:
     """What multiplies all cross-entropies in a result of one number for each label, 0-d: 1 where these are no
-    multiples of cross-entropies, not a number where a coarse type does not tell which. Waits for no accelerator."""
+    multiples of cross-entropies, not a number where a coarse type does not tell which, or where they are near to
+    multiples by a number far from 1 (smoothed labels, over a count), or a mask leaves too few of those that were looked
+    at. Waits for no accelerator."""
     classes = looked.given.num_classes
     label = looked.labels.clamp(0, classes - 1)[:, None]
     losses = looked.logits.logsumexp(1) - looked.logits.gather(1, label).squeeze(1)
     found = output.detach().reshape(-1)[looked.index].double().abs()
-    valid = (looked.labels >= 0) & (looked.labels < classes) & (found != 0)
+    classed = (looked.labels >= 0) & (looked.labels < classes)
+    valid = classed & (found != 0)
+    hidden = (valid.sum() < MIN_ROWS) & (valid != classed).any()
     losses, found = torch.where(valid, losses, 0.0), torch.where(valid, found, 0.0)
     number = (found * losses).sum() / losses.square().sum()
     fits = FITS.get(coarsest(looked.dtype, output.dtype), ROUNDED)
     alike = ((found - number * losses).abs() <= fits * number * losses).all()
     differ = losses.amax() - torch.where(valid, losses, torch.inf).amin() > DIFFER * losses.amax()
-    multiple = alike & differ & (valid.sum() >= MIN_ROWS) & ((number - 1).abs() > fits)
-    return torch.where(multiple, number if fits < ROUNDED else torch.nan, 1.0)
+    several = (valid.sum() >= MIN_ROWS) & differ
+    multiple = several & alike & ((number - 1).abs() > fits)
+    near = ((found >= number * losses / NEAR) & (found <= number * losses * NEAR)).all()
+    far = several & near & ((number < 1 / FAR) | (number > FAR))
+    return torch.where(multiple, number if fits < ROUNDED else torch.nan, torch.where(far | hidden, torch.nan, 1.0))
 
 
 class Sum(NamedTuple):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +40,7 @@ from gradcheck_dist.probes.losses.closed_form import (
 )
 from gradcheck_dist.probes.losses.loss_backward import Functions
 from gradcheck_dist.probes.losses.loss_backward import watch as watch_backward
-from gradcheck_dist.probes.parameters.stand_ins import is_host
+from gradcheck_dist.probes.parameters.stand_ins import is_host, is_plain
 from gradcheck_dist.probes.recording.marks import LABELLED
 from gradcheck_dist.probes.recording.patching import Patches
 from gradcheck_dist.probes.recording.recorder import Recorder, guarded
@@ -145,8 +146,8 @@ def applied(
         labels = next((arg for arg in whole if arg.shape == output.shape), None)
         if labels is not None and _have_classes(args, labels):
             left_out = labels < 0
-            # One of the whole numbers may be the label to ignore: it has no loss.
-            left_out = left_out | (is_one_of(labels, args) & (output.detach() == 0))
+            # One of the whole numbers may be the label to ignore, or a mask be given: it has no loss.
+            left_out = left_out | ((is_one_of(labels, args) | _is_masked(labels, args)) & (output.detach() == 0))
             number = _number(functions, cls, looked, labels, output)
         elif output.numel() == 1:
             summed = None if calls else _sum(recorder, functions, cls, args, whole, looked, output.detach())
@@ -171,6 +172,17 @@ def applied(
             of_ranks, head = groups.pop() if groups else (), functions.asks_for_weight(cls)
             watch_backward(recorder, cls, looked, output, share=share, number=number, group=of_ranks, head=head)
         return
+
+
+def _is_masked(labels: Tensor, args: Sequence[Any]) -> Tensor:
+    """Where one of the other tensors that hold a number for each label, a weight or a mask, is zero."""
+    found = torch.zeros_like(labels, dtype=torch.bool)
+    for arg in args:
+        if not isinstance(arg, Tensor) or arg.dtype in WHOLE or arg.requires_grad or not is_plain(arg):
+            continue
+        if arg.numel() == labels.numel() and arg.device == labels.device:
+            found |= arg.detach().reshape(labels.shape) == 0
+    return found
 
 
 def _number(functions: Functions, cls: type[Function], looked: Looked | None, labels: Tensor, output: Tensor) -> Any:
