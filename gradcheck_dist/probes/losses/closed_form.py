@@ -142,11 +142,12 @@ def coarsest(*dtypes: torch.dtype) -> torch.dtype:
     return max(dtypes, key=lambda one: torch.finfo(one).eps)
 
 
-def number_before(looked: Looked, output: Tensor) -> Tensor:
+def number_before(looked: Looked, output: Tensor, *, whole: bool) -> Tensor:
     """What multiplies all cross-entropies in a result of one number for each label, 0-d: 1 where these are no
     multiples of cross-entropies, not a number where a coarse type does not tell which, or where they are near to
     multiples by a number far from 1 (smoothed labels, over a count), or a mask leaves too few of those that were looked
-    at. Waits for no accelerator."""
+    at. `whole`: all classes are surely here; over shards of them losses are near to nothing. Waits for no
+    accelerator."""
     classes = looked.given.num_classes
     label = looked.labels.clamp(0, classes - 1)[:, None]
     losses = looked.logits.logsumexp(1) - looked.logits.gather(1, label).squeeze(1)
@@ -163,7 +164,9 @@ def number_before(looked: Looked, output: Tensor) -> Tensor:
     multiple = several & alike & ((number - 1).abs() > fits)
     near = ((found >= number * losses / NEAR) & (found <= number * losses * NEAR)).all()
     far = several & near & ((number < 1 / FAR) | (number > FAR))
-    return torch.where(multiple, number if fits < ROUNDED else torch.nan, torch.where(far | hidden, torch.nan, 1.0))
+    return torch.where(
+        multiple, number if fits < ROUNDED else torch.nan, torch.where((far | hidden) & whole, torch.nan, 1.0)
+    )
 
 
 class Sum(NamedTuple):

@@ -148,7 +148,7 @@ def applied(
             left_out = labels < 0
             # One of the whole numbers may be the label to ignore, or a mask be given: it has no loss.
             left_out = left_out | ((is_one_of(labels, args) | _is_masked(labels, args)) & (output.detach() == 0))
-            number = _number(functions, cls, looked, labels, output)
+            number = _number(functions, cls, looked, labels, output, not calls)
         elif output.numel() == 1:
             summed = None if calls else _sum(recorder, functions, cls, args, whole, looked, output.detach())
             if summed is None:
@@ -185,18 +185,17 @@ def _is_masked(labels: Tensor, args: Sequence[Any]) -> Tensor:
     return found
 
 
-def _number(functions: Functions, cls: type[Function], looked: Looked | None, labels: Tensor, output: Tensor) -> Any:
+def _number(
+    functions: Functions, cls: type[Function], looked: Looked | None, labels: Tensor, output: Tensor, whole: bool
+) -> float | Tensor:
     """What stands before each label's loss inside of a function (one over a count). In a step without samples it is
     not known where it was another than 1 before."""
     if looked is None or looked.given.labels is not labels or output.device != looked.logits.device:
         return output.new_full((), torch.nan) if cls in functions.scaled else 1.0
     with torch.no_grad():
-        found = number_before(looked, output)
-    if not is_host(found):
-        return found
-    if found != 1:
-        functions.scaled.add(cls)
-    return found if found.isnan() else found.item()
+        found = number_before(looked, output, whole=whole)
+    functions.multiplies(cls, found)
+    return found if not is_host(found) or found.isnan() else float(found)
 
 
 def _sum(

@@ -58,6 +58,10 @@ class Functions:
         """Remember what one result was. An accelerator's answer comes later, perhaps after the step."""
         self._recorder.copies.bring(case, lambda host: self.sums.__setitem__(cls, int(host)))
 
+    def multiplies(self, cls: type, number: Tensor) -> None:
+        """Remember of which functions losses are multiplied; of an accelerator, when it has told."""
+        self._recorder.copies.bring(number, lambda host: None if float(host) == 1 else self.scaled.add(cls))
+
     def asks_for_weight(self, cls: type) -> bool:
         """Whether this application, which was admitted, is asked for its weight's gradient, too."""
         return self._seen[cls] <= MAX_HEADS
