@@ -15,8 +15,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
     warm_up()
     folder = tmp_path_factory.mktemp("host")
     launch("host_copy_workers:run", (str(folder),), 2, timeout_s=150)
-    found = {variant: diagnose_run(folder / variant) for variant in VARIANTS}
-    return found | {f"DTensors, {variant}": diagnose_run(folder / "dtensors" / variant) for variant in OF_DTENSORS}
+    return {variant: diagnose_run(folder / variant) for variant in (*VARIANTS, *OF_DTENSORS)}
 
 
 @pytest.mark.parametrize("variant", ["right", "bfloat16", "DTensors, right", "DTensors, bfloat16"])
