@@ -111,9 +111,9 @@ class Plan(Record, tag="plan"):
     """Which of a parameter's sampled positions a row of samples holds.
 
     `positions` is int32 bytes indexing into range(num_positions); None means all. `partial`: the values are a summand
-    of the gradient, the sum over the ranks `partial_over` of a mesh is the gradient (DTensor Partial). `offset` and
-    `extent` are the box of the global parameter that this rank holds in such a layout, or of one dimension, in the
-    flattened parameter; None where it is not known.
+    of the gradient, which is their sum over the ranks `partial_over` of a mesh, divided by `partial_mean` (DTensor
+    Partial). `offset` and `extent` are the box of the global parameter that this rank holds in such a layout, or of one
+    dimension, in the flattened parameter; None where it is not known.
     """
 
     id: int
@@ -122,6 +122,7 @@ class Plan(Record, tag="plan"):
     positions: bytes | None = None
     partial: bool = False
     partial_over: tuple[Rank, ...] = ()
+    partial_mean: Length = 1
     offset: tuple[Count, ...] | None = None
     extent: tuple[Count, ...] | None = None
 

@@ -311,6 +311,6 @@ def _relabelled(track: Track, found: _Pipelines) -> Track:
         if new in leaves and _is_again(track.rank, track.leaves, slot, new, found):
             continue
         if new in leaves:  # one microbatch in two passes: by input and by weights, or both stages of a tied matrix
-            values = Values(leaves[new][1].data + values.data, values.partial, values.over)
+            values = replace(values, data=leaves[new][1].data + values.data)
         leaves[new] = (seq, values)
     return replace(track, leaves=leaves)

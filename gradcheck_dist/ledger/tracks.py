@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -52,12 +52,14 @@ MOST_WRITTEN = 4
 class Values:
     """Sampled gradient values in the parameter's global sample space, shape (num_positions,); NaN where not held.
 
-    `partial`: they are a summand, the gradient is the sum over the ranks `over`.
+    `partial`: they are a summand, the gradient is the sum over the ranks `over`. `mean`: by so many that sum is
+    divided, which `data` is already.
     """
 
     data: np.ndarray
     partial: bool = False
     over: tuple[int, ...] = ()
+    mean: int = 1
 
 
 @dataclass
@@ -297,14 +299,14 @@ def _tracks(trace: RankTrace, step: int, events: list[Event]) -> Iterator[Track]
                     track.points.append(point)
                 else:  # a gradient that lies in pieces, in several tensors
                     hole = np.isnan(point.values.data)
-                    point.values = Values(np.where(hole, values.data, point.values.data), values.partial, values.over)
+                    point.values = replace(values, data=np.where(hole, values.data, point.values.data))
             elif seq in slot_of:
                 arrived[param_id].add(samples.dtype)
                 slot = slot_of[seq]
                 if slot in track.leaves:  # a split backward: the same contribution arrived in two passes
                     if np.array_equal(track.leaves[slot][1].data, values.data) and _tells(values.data):
                         track.twice.add(slot)
-                    values = Values(track.leaves[slot][1].data + values.data, values.partial, values.over)
+                    values = replace(values, data=track.leaves[slot][1].data + values.data)
                 track.leaves[slot] = (seq, values)
     written: dict[int, set[float]] = defaultdict(set)
     for event in events:
@@ -340,7 +342,7 @@ def _divide_as_read(track: Track, scales: dict[int, float]) -> None:
     for point in track.points:
         if point.role == BEFORE and point.seq in scales:
             values = point.values
-            point.values = Values(values.data / scales[point.seq], values.partial, values.over)
+            point.values = replace(values, data=values.data / scales[point.seq])
 
 
 def _tells(values: np.ndarray) -> bool:
@@ -412,7 +414,7 @@ def _unclamped(before: Values, read: Values, most: float, dtype: str) -> Values 
     told = np.isfinite(factors)
     if (np.abs(factors[told] - 1) <= 2 * EPSILON.get(dtype, EPSILON["bfloat16"])).all():
         return None
-    return Values(before.data * factors, read.partial, read.over)
+    return replace(read, data=before.data * factors)
 
 
 def _rows(trace: RankTrace, samples: Samples) -> Iterator[tuple[tuple[int, int, int, int], Values]]:
@@ -426,9 +428,12 @@ def _rows(trace: RankTrace, samples: Samples) -> Iterator[tuple[tuple[int, int, 
             return  # the tables are damaged: the lengths of this and all later rows are unknown
         held = data[start : start + plan.num_values]
         start += plan.num_values
+        mean = 1 if role == LEAF else plan.partial_mean  # a contribution is what went backward
+        if mean > 1:
+            held = held / mean
         if plan.positions is None:
             full = held
         else:
             full = np.full(param.num_positions, np.nan)
             full[np.frombuffer(plan.positions, dtype="<i4")] = held
-        yield (seq, role, param_id, plan_id), Values(full, plan.partial, plan.partial_over)
+        yield (seq, role, param_id, plan_id), Values(full, plan.partial, plan.partial_over, mean)

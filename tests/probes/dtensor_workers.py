@@ -14,7 +14,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.utils import parametrize
 
 WIDTH, WORDS, TOKENS, STEPS, ACCUMULATION = 16, 32, 24, 2, 2
-VARIANTS = ("sharded", "sharded, averaged", "replicated", "replicated, averaged", "computed, summed by hand",
+VARIANTS = ("sharded", "sharded, averaged", "replicated", "replicated, averaged", "read as summands",
+            "read as summands, averaged", "read as summands, averaged and multiplied", "computed, summed by hand",
             "all DTensors", "all DTensors, summed by hand", "local summands of logits",
             "sequence parallel, clipped by local norms", "sequence parallel",
             "sequence parallel, clipped by own norms", "sequence parallel, summands summed",
@@ -34,6 +35,13 @@ class Whole(nn.Module):
     def forward(self, param: Any) -> Tensor:
         whole = param.redistribute(placements=[Replicate()])
         return whole.to_local(grad_placements=[Partial(self.reduce_op)])
+
+
+class Declared(Whole):
+    """Leaves what it declares to whoever reads the gradient."""
+
+    def forward(self, param: Any) -> Tensor:
+        return param.to_local(grad_placements=[Partial(self.reduce_op)])  # type: ignore[no-any-return]
 
 
 class Computed(nn.Module):
@@ -136,7 +144,8 @@ def model_of(variant: str, mesh: Any) -> nn.Module:
     for layer in (model[0], model[2]):
         for name, param in list(layer.named_parameters()):
             layer.register_parameter(name, nn.Parameter(distribute_tensor(param.data, mesh, [placement])))
-            whole = Computed() if "computed" in variant else Whole("avg" if "averaged" in variant else "sum")
+            gathers = Declared if "read as" in variant else Whole
+            whole = Computed() if "computed" in variant else gathers("avg" if "averaged" in variant else "sum")
             parametrize.register_parametrization(layer, name, whole, unsafe=True)
     return model
 
@@ -168,6 +177,7 @@ def train(variant: str) -> int:
                 inputs, labels = (DTensor.from_local(one, mesh, [Shard(0)]) for one in (inputs, labels))
             num_tokens = ACCUMULATION * TOKENS * (1 if one_batch else 2)
             loss = F.cross_entropy(model(inputs).transpose(1, -1), labels, reduction="sum") / num_tokens
+            loss = loss * 2 if "and multiplied" in variant else loss
             if "half the loss" in variant and dist.get_rank() == 1:
                 loss = loss / 2
             loss.backward()

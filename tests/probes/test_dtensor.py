@@ -31,7 +31,10 @@ def reports(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> dict[str,
     return judged_beside(tmp_path_factory, "dtensor_workers:train_all", VARIANTS, judge=judge)
 
 
-@pytest.mark.parametrize("variant", ["sharded", "replicated", "all DTensors"])
+@pytest.mark.parametrize(
+    "variant",
+    ["sharded", "replicated", "all DTensors", "read as summands", "read as summands, averaged and multiplied"],
+)
 def test_what_autograd_sums_is_right(reports: dict[str, Report], variant: str) -> None:
     report = reports[variant]
     assert report.verdict == "clean"
@@ -97,7 +100,7 @@ def test_one_loss_of_unequal_weights_on_ranks_that_hold_shards_is_left_open(repo
     assert "same numbers on all ranks of one model" in report.next_step
 
 
-@pytest.mark.parametrize("variant", ["sharded, averaged", "replicated, averaged"])
+@pytest.mark.parametrize("variant", ["sharded, averaged", "replicated, averaged", "read as summands, averaged"])
 def test_what_autograd_averages_is_named_with_its_own_fix(reports: dict[str, Report], variant: str) -> None:
     (finding,) = reports[variant].findings
     assert finding.code == "GS101"

@@ -25,6 +25,8 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
         ("backward again in unequal passes", "Call backward() once behind each forward"),
         ("bias outside", "Make these parameters part of the wrapped module"),
         ("no_sync", "Let the last backward of the step reduce: leave no_sync()"),
+        ("replicate, never in sync", "Let the last backward of the step reduce: leave no_sync()"),
+        ("idle hook", "Let the hook all-reduce its bucket and return the result"),
     ],
 )
 def test_the_fix_is_that_of_the_cause(reports: dict[str, Report], variant: str, begins: str) -> None:

@@ -7,9 +7,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from probe_workers import Net, batch, record_each
 from torch import nn
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
 
-VARIANTS = ("backward again", "backward again in unequal passes", "bias outside", "no_sync")
+VARIANTS = ("backward again", "backward again in unequal passes", "bias outside", "no_sync", "idle hook",
+            "replicate, never in sync")  # fmt: skip
 STEPS = 2
 
 
@@ -19,7 +22,11 @@ def run(folder: str) -> None:
 
 def train(variant: str) -> None:
     torch.manual_seed(0)
-    net = DistributedDataParallel(Net())
+    net = replicate(Net()) if variant.startswith("replicate") else DistributedDataParallel(Net())
+    if variant == "idle hook":
+        net.register_comm_hook(None, noop_hook)
+    if variant == "replicate, never in sync":
+        net.set_requires_gradient_sync(False)
     outside = nn.Linear(1, 20) if variant == "bias outside" else None
     params = [*net.parameters(), *(outside.parameters() if outside is not None else ())]
     optimizer = torch.optim.SGD(params, lr=0.1)

@@ -61,6 +61,8 @@ def judge(case: Case) -> Answer | None:
         follows = case.culprit.before  # a buffer that is divided before it is summed, fairseq's way
         summed = event if event is not None else follows if isinstance(follows, Reduce) else None
         return _by_hand(case, summed) if summed is not None else None
+    if (summands := _averaged_summands(case)) is not None:
+        return summands
     if case.scaled_alike and case.combined_unseen:
         return _unseen(case)
     if event is not None and (in_hook := _in_hook(case, event)) is not None:
@@ -106,6 +108,23 @@ def _divides_by(case: Case, size: int) -> bool:
     others = set(single) - RANKS - {case.context.group_name(size)}
     is_size = abs(case.pattern.factor * size - 1) <= max(1e-3, 2 * case.pattern.tolerance)
     return size > 1 and not others and case.pattern.kind == "uniform" and is_size
+
+
+def _averaged_summands(case: Case) -> Answer | None:
+    """Gradients that are DTensors' summands, of which whoever reads them makes the mean."""
+    size, tolerance = min((held.mean for held in case.held), default=1), max(1e-3, 2 * case.pattern.tolerance)
+    if size < 2 or any(held.mean != size for held in case.held) or case.pattern.kind != "uniform":
+        return None
+    if any(
+        abs(off - 1) > tolerance for off in (case.pattern.factor * size, *(cell.root_ratio for _, cell in case.cells))
+    ):
+        return None
+    return Answer(
+        explanation=f"{_loss(case)}, and the gradients are declared to be averaged over {size} ranks "
+        f'(Partial("avg")), which the optimizer does: they are 1/{size} of {_whose(case)}.',
+        fix=f'Declare summands, to_local(grad_placements=[Partial("sum")]), or multiply the loss by {size} (c = R/N) '
+        "so that the average undoes it.",
+    )
 
 
 def _unseen(case: Case) -> Answer | None:

@@ -46,7 +46,7 @@ from gradcheck_dist.diagnosis.causes.case import Case
 from gradcheck_dist.diagnosis.causes.culprit import kind_of
 from gradcheck_dist.diagnosis.finding import Factor
 from gradcheck_dist.diagnosis.open_cases.parted_heads import undoing_gathers
-from gradcheck_dist.diagnosis.weights.cells import Cell, Held
+from gradcheck_dist.diagnosis.weights.cells import Cell, Held, weighs_nothing
 from gradcheck_dist.diagnosis.weights.context import StepContext
 from gradcheck_dist.events import AFTER, BEFORE, DATA_PARALLEL, OWN_OPTIMIZER, Backward, Event, OptimizerStep, Reduce
 from gradcheck_dist.ledger.reductions import is_partial
@@ -120,6 +120,14 @@ def judge(case: Case) -> Answer | None:
             fix="Write the reduced values back into .grad before the optimizer steps (param.grad.copy_(...); a flat "
             "copy piece by piece), and wait() for reductions that are asynchronous.",
             culprit=replace(case.culprit, kind="reduce", event=aside),
+        )
+    if (idle := _idle_hook(case)) is not None:
+        return Answer(
+            explanation=f"Other ranks' contributions {which}never reach this gradient ({case.pattern.text}): the "
+            f"communication hook {idle.hook} was not seen to reduce, and leaves it as it was.",
+            fix="Let the hook all-reduce its bucket and return the result (noop_hook is for measuring alone), or "
+            "reduce the gradients by hand (dist.all_reduce) behind the last backward.",
+            culprit=replace(case.culprit, kind="reduce", event=idle),
         )
     if (alone := reduced_alone(case.held)) and _beside(case) is None:
         divides = max(map(divides_alone, alone))
@@ -198,7 +206,7 @@ def _mended(case: Case, lacking: str | None, beside: Reduce | None) -> str:
             f"Reduce these parameters' gradients by hand over the ranks that hold the same ones ({over}) after the "
             "last backward, and divide by as much as the wrapper divides the others by."
         )
-    if sync:
+    if sync and not all(weighs_nothing(cell.ratio, cell.margin, 1.0) for _, cell in case.cells):
         return (
             "Make these parameters part of the wrapped module before it is wrapped, and list none as ignored: the "
             "wrapper reduces others in this pass. Or reduce them by hand (dist.all_reduce), by the same number."
@@ -208,10 +216,15 @@ def _mended(case: Case, lacking: str | None, beside: Reduce | None) -> str:
             "Reduce the gradients over these ranks after the last backward (dist.all_reduce, and a division by their "
             "number where each rank's loss is a mean of its own), or train through DDP or FSDP."
         )
+    if sync:
+        return (
+            "Let the last backward of the step reduce these parameters, too: a wrapper keeps their gradients aside "
+            "(FSDP2: set_requires_gradient_sync(True) on every module that it was turned off for)."
+        )
     return (
-        "Let the last backward of the step reduce: leave no_sync() before its forward (FSDP2: "
-        "set_requires_gradient_sync(True)), and compute gradients through the wrapped module, of all its parameters or "
-        "with find_unused_parameters."
+        "Let the last backward of the step reduce: leave no_sync() before its forward (FSDP2 and "
+        "replicate: set_requires_gradient_sync(True)), and compute gradients through the wrapped module, of all its "
+        "parameters or with find_unused_parameters."
     )
 
 
@@ -254,6 +267,16 @@ def _did_nothing(case: Case) -> bool:
     if case.culprit.absent or case.culprit.unrecorded or case.pattern.kind != "own-rank-only":
         return False
     return abs(factor - 1) <= max(1e-3, 2 * case.pattern.tolerance)
+
+
+def _idle_hook(case: Case) -> Reduce | None:
+    """The communication hook in which no collective was seen, in the place of the wrapper's reduction of all of these;
+    None where there is none."""
+    found = [reductions[-1] for held in case.held if (reductions := _reductions(held))]
+    idle = len(found) == len(case.held) and all(
+        event.impl in DATA_PARALLEL and event.hook is not None and event.op == "unknown" for event in found
+    )
+    return min(found, key=lambda event: event.seq) if idle and case.pattern.kind == "own-rank-only" else None
 
 
 def _left_aside(case: Case) -> Event | None:

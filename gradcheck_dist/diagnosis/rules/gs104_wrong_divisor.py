@@ -37,6 +37,9 @@ the data-parallel size.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import TypeGuard
+
 from gradcheck_dist.diagnosis.answer import Answer
 from gradcheck_dist.diagnosis.causes.case import Case
 from gradcheck_dist.diagnosis.causes.culprit import Culprit
@@ -62,6 +65,8 @@ def judge(case: Case) -> Answer | None:
     event = case.reduce
     if case.summing is not None:
         return _sum_of_means(case, case.summing)
+    if (odd := _odd_divisor(case)) is not None:
+        return _of_odd_divisor(case, odd)
     if event is None or not case.recorded or not case.culprit.wrong_constant or case.pattern.kind != "uniform":
         return None
     factor = nominal_factor(event)
@@ -93,6 +98,43 @@ def _sum_of_means(case: Case, culprit: Culprit) -> Answer | None:
         fix=f"Let the reduction average ({_average(event, size)}), or divide each loss by {size} as well.",
         culprit=culprit,
         suggested_experiment=between_names(case.context, _counted_once(case)),  # the passes may be as many
+    )
+
+
+def _odd_divisor(case: Case) -> Reduce | None:
+    """The reduction that neither adds up nor averages, and behind which these weights would be right if it did the one
+    or the other; None where a loss alone can be wrong."""
+    found = [[event for e in held.replay.history(held.rank) if _divides(event := e.event)] for held in case.held]
+    if case.terms or case.culprit.kind != "loss" or case.culprit.unrecorded or case.pattern.kind != "uniform":
+        return None
+    events = [event for of_held in found for event in of_held]
+    if not all(found) or len({(nominal_factor(event), event.num_ranks) for event in events}) > 1:
+        return None
+    event = min(events, key=lambda event: event.seq)
+    factor, tolerance = nominal_factor(event), max(EXACT, 2 * case.pattern.tolerance)
+    usual = (factor, factor * event.num_ranks)  # by these it is off what a sum and an average multiply by
+    if any(abs(off - 1) <= EXACT for off in usual):
+        return None
+    return event if any(abs(case.pattern.factor / off - 1) <= tolerance for off in usual) else None
+
+
+def _divides(event: Event | None) -> TypeGuard[Reduce]:
+    return isinstance(event, Reduce) and event.num_ranks > 1 and nominal_factor(event) > 0
+
+
+def _of_odd_divisor(case: Case, event: Reduce) -> Answer:
+    factor, size = nominal_factor(event), event.num_ranks
+    wanted = case.pattern.factor / factor
+    name = f" = {case.names[0].expression}" if case.names else ""
+    return Answer(
+        explanation=f"The {reduction(event)} over {plural(size, 'rank')} multiplies by {factor:.6g} in all, which is "
+        f"neither their sum nor their average, where the losses ask for 1/{wanted:.6g}: these weights are x "
+        f"{case.pattern.factor:.6g}{name}.",
+        fix=f"Let this reduction divide by {wanted:.6g} in all: {_dividing(event, wanted, 'every')}. Or let each loss "
+        f"carry the inverse, x {1 / case.pattern.factor:.6g}.",
+        culprit=replace(
+            case.culprit, kind="reduce", event=event, nominal=factor, factor=factor, wrong_constant=True, rivals=()
+        ),
     )
 
 
@@ -137,10 +179,10 @@ def _counted_once(case: Case) -> list[Name]:
     return [name for name in case.names if [abs(power) for _, power in name.powers] == [1]]
 
 
-def _dividing(event: Reduce, divisor: float) -> str:
+def _dividing(event: Reduce, divisor: float, which: str = "an") -> str:
     if event.impl in SHARDING - {"fsdp1", GATHERED}:
         return (
-            f"set_gradient_divide_factor({divisor:.6g}) on an FSDP module (on gloo with "
+            f"set_gradient_divide_factor({divisor:.6g}) on {which} FSDP module (on gloo with "
             "set_force_sum_reduction_for_comms(True))"
         )
     if event.impl in DATA_PARALLEL:

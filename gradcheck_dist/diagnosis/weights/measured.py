@@ -239,7 +239,9 @@ def _steps_inside(data: StepData, track: Track) -> bool:
 
 
 def _transfer(key: ParamKey, track: Track, played: Replay) -> Held:
-    held = Held(key, track.rank, played, partial=bool(track.points) and track.points[-1].values.partial)
+    held = Held(key, track.rank, played)
+    if track.points:
+        held.partial, held.mean = track.points[-1].values.partial, track.points[-1].values.mean
     part = np.isfinite(played.basis.values) & _part(track)
     held.visible = part.any(axis=1).tolist()
     there = (part & (played.basis.values != 0)).any(axis=1)

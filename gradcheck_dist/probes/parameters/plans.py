@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -112,6 +113,14 @@ def summed_over(tensor: Any) -> tuple[int, ...]:
     return tuple(tensor.device_mesh.mesh[index].flatten().tolist())
 
 
+def averaged_over(tensor: Any) -> int:
+    """By how many the sum of a DTensor's summands is divided: the ranks along dimensions of Partial("avg")."""
+    averaged = [
+        dim for dim, one in enumerate(tensor.placements) if one.is_partial() and getattr(one, "reduce_op", "") == "avg"
+    ]
+    return prod(tensor.device_mesh.size(dim) for dim in averaged)
+
+
 class Plans:
     """Makes each plan once; a new one goes out through `write`."""
 
@@ -177,11 +186,10 @@ class Plans:
 
         shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
         which, indices = positions_in_box(info.positions, info.shape, tuple(shape), tuple(offset))
-        partial = summed_over(tensor)
         chosen = None if len(which) == len(info.positions) else which
         known = tuple(shape) == tuple(local.shape)
         box = (tuple(offset), tuple(shape)) if known else (None, None)
-        return self._new_plan(info, chosen, indices, local.device, partial, *box)
+        return self._new_plan(info, chosen, indices, local.device, summed_over(tensor), *box, averaged_over(tensor))
 
     def _new_plan(
         self,
@@ -192,6 +200,7 @@ class Plans:
         partial: tuple[int, ...],
         offset: tuple[int, ...] | None,
         extent: tuple[int, ...] | None,
+        mean: int = 1,
     ) -> LocalPlan:
         plan = LocalPlan(self._num_plans, info.id, indices, device)
         self._num_plans += 1
@@ -204,6 +213,7 @@ class Plans:
                 positions=positions,
                 partial=bool(partial),
                 partial_over=partial,
+                partial_mean=mean,
                 offset=offset,
                 extent=extent,
             )

@@ -45,6 +45,7 @@ class Registry(Plans):
         self._by_param: dict[int, ParamInfo] = {}
         self._copies: dict[int, ParamInfo] = {}
         self._looked_up: set[int] = set()
+        self._lent: dict[int, tuple[Tensor, Tensor]] = {}  # by id, what modules compute with, and whose it is
         self._tables: dict[int, nn.Parameter | weakref.ref[Tensor]] = {}  # by id, tensors of which rows were looked up
         self._written: dict[int, Param] = {}
         self._trained: set[int] = set()  # ids of parameters that were trained when they were last looked at
@@ -177,12 +178,17 @@ class Registry(Plans):
             if not any(stands_in(param) for param in module.parameters()):
                 self.known_modules[id(module)] = module
         fallback, looked_up = type(root).__name__, embeddings_of(root)
-        self._trained.update(id(param) for param in root.parameters() if param.requires_grad and not stands_in(param))
+        named = [(name, self._lent.get(id(param), (param,))[0]) for name, param in root.named_parameters()]
+        self._trained.update(id(param) for _, param in named if param.requires_grad and not stands_in(param))
         self._plan = sampling_plan(len(self._trained), self._sample_size, self.budget_bytes)
         self.rotates |= self._plan.period > 1
-        for name, param in root.named_parameters():
+        for name, param in named:
             if self.find(param) is None and not stands_in(param):
                 yield self._add(clean_name(name), param, stage, fallback, id(param) in looked_up)
+
+    def lends(self, param: Tensor, lent: Tensor) -> None:
+        """A module may hold `lent` where `param` is its parameter."""
+        self._lent[id(lent)] = param, lent
 
     def add_unnamed(self, param: Tensor) -> ParamInfo:
         """A parameter that an optimizer holds and no forward has shown yet."""

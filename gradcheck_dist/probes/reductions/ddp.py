@@ -71,8 +71,8 @@ def install(recorder: Recorder, patches: Patches) -> None:
     def watch_post_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def post_forward(self: DistributedDataParallel, output: Any) -> Any:
-            if torch.is_grad_enabled() and self.require_backward_grad_sync:
-                arm(recorder, self)
+            if torch.is_grad_enabled():
+                (arm if self.require_backward_grad_sync else known)(recorder, self)
             return original(self, output)
 
         return post_forward
@@ -143,9 +143,15 @@ def state_of(recorder: Recorder, ddp: DistributedDataParallel, name: str = "") -
 @guarded("ddp")
 def arm(recorder: Recorder, ddp: DistributedDataParallel) -> None:
     """The reducer will reduce in the next backward."""
+    recorder.armed.add(known(recorder, ddp).wrapper)
+
+
+@guarded("ddp")
+def known(recorder: Recorder, ddp: DistributedDataParallel) -> _State:
+    """What is known of a wrapper, which no module holds where `replicate` made it."""
     if id(ddp) not in recorder.registry.known_modules:
         autograd.add_root(recorder, ddp, None)
-    recorder.armed.add(state_of(recorder, ddp).wrapper)
+    return state_of(recorder, ddp)
 
 
 @guarded("ddp")

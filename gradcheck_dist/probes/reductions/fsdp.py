@@ -10,15 +10,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradcheck_dist.events import AFTER, BEFORE
+from gradcheck_dist.probes.backward import autograd
 from gradcheck_dist.probes.parameters.places import Place
 from gradcheck_dist.probes.parameters.regions import Region
 from gradcheck_dist.probes.parameters.registry import Layout, ParamInfo
@@ -45,6 +46,33 @@ def install(recorder: Recorder, patches: Patches) -> None:
 
     for name, apply in (("_fsdp_param", on_param), ("_fsdp_param_group", on_group)):
         patches.when_imported(f"{_PACKAGE}.{name}", hooking(recorder, "fsdp", apply))
+    for listeners, listener in ((autograd.WRAPPED_LISTENERS, find_lent), (autograd.ROOT_LISTENERS, hook_lent)):
+        listeners.append(listener)
+        patches.on_restore(functools.partial(listeners.remove, listener))
+
+
+@guarded("fsdp")
+def find_lent(recorder: Recorder, root: nn.Module) -> None:
+    """What a module holds while it is unsharded (`unshard()` in front of forward) stands for its parameter."""
+    for fsdp_param, lent in _lent_in(root):
+        recorder.registry.lends(fsdp_param.sharded_param, lent)
+
+
+@guarded("fsdp")
+def hook_lent(recorder: Recorder, root: nn.Module) -> None:
+    for fsdp_param, _ in _lent_in(root):
+        hook_leaf(recorder, fsdp_param)
+
+
+def _lent_in(root: nn.Module) -> Iterator[tuple[Any, Tensor]]:
+    for module in root.modules():
+        state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
+        groups = getattr(state, "_fsdp_param_groups", None)  # several since torch 2.13
+        for group in [getattr(state, "_fsdp_param_group", None)] if groups is None else groups:
+            for fsdp_param in getattr(group, "fsdp_params", ()):
+                lent = getattr(fsdp_param, "_unsharded_param", None)
+                if lent is not None:
+                    yield fsdp_param, lent
 
 
 def _watch_unshard(recorder: Recorder, original: Callable[..., None]) -> Callable[..., None]:
