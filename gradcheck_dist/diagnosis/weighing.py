@@ -275,6 +275,7 @@ def weigh(
     context.judged_on(target.contributions)
     context.models = independent(data, target.contributions)
     context.counted_once(target.again)
+    context.shared_out = target.shared_out
     context.counts_forwards(means.forwards)
     verdict.contributions = target.contributions
     context.relative, context.of_means, context.as_written = target.relative, target.of_means, target.as_written

@@ -30,6 +30,24 @@ def twice(_: nn.Sequential, losses: list[Tensor]) -> None:
         loss.backward()
 
 
+def in_halves(_: nn.Sequential, losses: list[Tensor]) -> None:
+    for loss in losses:
+        (loss / 2).backward(retain_graph=True)
+        (loss / 2).backward()
+
+
+def a_quarter_and_the_rest(_: nn.Sequential, losses: list[Tensor]) -> None:
+    for loss in losses:
+        (loss * 0.25).backward(retain_graph=True)
+        (loss * 0.75).backward()
+
+
+def three_halves(_: nn.Sequential, losses: list[Tensor]) -> None:
+    for loss in losses:
+        for _ in range(3):
+            (loss / 2).backward(retain_graph=True)
+
+
 def last_twice(_: nn.Sequential, losses: list[Tensor]) -> None:
     losses[-1].backward(retain_graph=True)
     for loss in losses:
@@ -113,11 +131,25 @@ def train(
 
 
 @pytest.mark.parametrize(
-    "passes", [once, layer_by_layer, looked_at_first, emptied_between, emptied_by_hand, handed_over_twice]
+    "passes",
+    [
+        once,
+        layer_by_layer,
+        looked_at_first,
+        emptied_between,
+        emptied_by_hand,
+        handed_over_twice,
+        in_halves,
+        a_quarter_and_the_rest,
+    ],
 )
 def test_a_loss_whose_tokens_enter_once_is_right(tmp_path: Path, passes: Passes) -> None:
     report = train(tmp_path, passes, sampled=STEPS)
     assert (report.verdict, report.reasons) == ("clean", [])
+
+
+def test_parts_of_a_loss_that_are_more_than_the_loss_are_found(tmp_path: Path) -> None:
+    assert "GS403" in {finding.code for finding in train(tmp_path, three_halves).findings}
 
 
 @pytest.mark.parametrize("passes", [emptied_by_hand, handed_over_twice])

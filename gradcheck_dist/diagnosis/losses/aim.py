@@ -24,7 +24,8 @@ class Aim:
     `of_samples`: each contribution counts its sequences; `of_elements`: what its one mean or sum goes over,
     `of_weighted`: tokens that weights of their own multiply. `loud`: ranks on which alone these weigh wrong.
     `untold`: of passes whose gradients were emptied it is not known whether they are lost.
-    `again`: passes that bring no tokens, since their loss is differentiated again, and where these entered.
+    `again`: passes that bring no tokens, since their loss is differentiated again, and where these entered;
+    `shared_out`: all of them together weigh what one should.
     `other`: what these weights leave open where nobody declared an objective, and what the one that was asks for."""
 
     contributions: Contributions
@@ -43,6 +44,7 @@ class Aim:
     loud: LoudRanks | None = None
     untold: bool = False
     again: Mapping[ContributionKey, ContributionKey] = field(default_factory=dict)
+    shared_out: bool = False
     other: tuple[str, dict[ContributionKey, Fraction]] | None = None
     reasons: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)

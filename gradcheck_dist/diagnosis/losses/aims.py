@@ -38,14 +38,7 @@ from gradcheck_dist.diagnosis.losses.written_coefficients import without as with
 from gradcheck_dist.diagnosis.weights.cells import MAX_SPREAD, SIGMAS, Held, judge
 from gradcheck_dist.events import EXCHANGES_PROBE, Exchange
 from gradcheck_dist.ledger.contributions import Contribution, ContributionKey, Contributions
-from gradcheck_dist.ledger.discarded import (
-    discarded,
-    emptied_at,
-    evaluated_again,
-    never_reduced,
-    told_apart,
-    without,
-)
+from gradcheck_dist.ledger.discarded import discarded, emptied_at, evaluated_again, never_reduced, told_apart, without
 from gradcheck_dist.ledger.expected import expected_apart
 from gradcheck_dist.ledger.tracks import ParamKey, StepData
 from gradcheck_dist.wording import plural
@@ -149,6 +142,10 @@ def _aim(
         found = _of_losses(objective, data, again.counted_once(contributions), measured, written)
         found.again = again.entered
         found.expected = found.filled(found.expected)
+        shares = again.shared_out(contributions, found.expected)
+        meant = Aim(found.contributions, shares, found.tokens)
+        if not found.relative and _wrong(found, measured) and not _wrong(meant, measured):
+            found.expected, found.shared_out = shares, True
         return found
     return _of_losses(objective, data, contributions, measured, written)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from math import prod
 
 import numpy as np
@@ -24,6 +25,8 @@ from gradcheck_dist.ledger.tracks import ParamKey, StepData
 
 ALIKE = 1e-6
 """Gradients whose cosine is nearer to 1 than this are told apart by nothing."""
+MOST_PARTS = 10**6
+"""A share of a weight is taken for a fraction of no larger denominator."""
 GONE = 1e-2
 """A share of a gradient, relative, that is as good as none."""
 
@@ -47,6 +50,24 @@ class Repeats:
             for key, one in contributions.by_key.items()
         }
         return replace(contributions, by_key=by_key)
+
+    def shared_out(
+        self, contributions: Contributions, expected: Mapping[ContributionKey, Fraction]
+    ) -> dict[ContributionKey, Fraction]:
+        """What passes weigh that share out the weight of the loss which they differentiate, each as its own weight at
+        the loss tells: halves that go backward one after the other. As `expected` where these are not known."""
+        of_loss: dict[ContributionKey, list[ContributionKey]] = defaultdict(list)
+        for key, first in self.entered.items():
+            of_loss[first].append(key)
+        shares = dict(expected)
+        for first, others in of_loss.items():
+            keys = [first, *others]
+            weights = [contributions.by_key[key].weight or 0.0 for key in keys if key in expected]
+            if len(weights) < len(keys) or min(weights) <= 0:
+                return dict(expected)
+            for key, weight in zip(keys, weights, strict=True):
+                shares[key] = expected[first] * Fraction(weight / sum(weights)).limit_denominator(MOST_PARTS)
+        return shares
 
 
 def repeats(data: StepData, contributions: Contributions, measured: Sequence[Held]) -> Repeats | None:

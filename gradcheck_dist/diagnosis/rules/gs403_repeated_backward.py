@@ -47,7 +47,7 @@ def could_audit(facts: StepFacts) -> bool:
 
 
 def audit(facts: StepFacts) -> Iterator[Remark]:
-    found = repeats(facts.data, facts.contributions, facts.held)
+    found = None if facts.context.shared_out else repeats(facts.data, facts.contributions, facts.held)
     if found is None or not found.params:
         return
     counts = _by_step(found)

@@ -33,7 +33,8 @@ class StepContext:
     several losses are judged by one of them, without its coefficient. `of_samples`: contributions count sequences, not
     tokens; `of_weighted`: tokens that weights of their own multiply; `of_tasks`: the losses of each forward pass are
     differentiated one by one. `num_handed_over`: ranks whose gradients were seen to leave another pipeline stage.
-    `again`: passes that bring no tokens, since their loss is differentiated again, and where these entered.
+    `again`: passes that bring no tokens, since their loss is differentiated again, and where these entered;
+    `shared_out`: and the weight of the loss is shared out among them.
     `apart`: ranks are judged on tokens of their own each. `models`: the contributions of each model, all of them
     where they have a parameter in common; none where that is not known."""
 
@@ -55,6 +56,7 @@ class StepContext:
     of_tasks: bool = False
     num_handed_over: int = 0
     again: Mapping[ContributionKey, ContributionKey] = field(default_factory=dict)
+    shared_out: bool = False
     apart: bool = False
     models: Sequence[Set[ContributionKey]] = ()
     quantities: dict[str, float] = field(default_factory=dict)
