@@ -37,6 +37,11 @@ class Masters:
             param.grad = None
 
 
+def divides_twice(_: Any, whole: torch.Tensor, shard: torch.Tensor) -> None:
+    dist.reduce_scatter_tensor(shard, whole.div_(dist.get_world_size()))
+    shard.div_(dist.get_world_size())
+
+
 def train(variant: str) -> int:
     """Train by "strategy options fault" (options: flat, no-sync, bf16, frozen, masters), return a checksum of the
     rank's parameters."""
@@ -53,6 +58,8 @@ def train(variant: str) -> int:
     model = FullyShardedDataParallel(
         net, sharding_strategy=getattr(ShardingStrategy, strategy), auto_wrap_policy=ModuleWrapPolicy({Block}), **given
     )
+    if "divided-twice" in rest:
+        model.register_comm_hook(None, divides_twice)
     optimizer = Masters(model.parameters()) if "masters" in rest else torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(STEPS):
         batches = [tokens(dist.get_rank(), 10 * step + k) for k in range(ACCUMULATION)]

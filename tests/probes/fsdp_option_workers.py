@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 VARIANTS = ("unsharded by hand", "unsharded by hand, loss not multiplied", "one module out of sync", "divided by four",
-            "divided by four, loss multiplied by four", "divided by four in a step")  # fmt: skip
+            "divided by four, loss multiplied by four", "divided by four in a step", "halved by a hook")  # fmt: skip
 STEPS, PASSES = 2, 3
 
 
@@ -20,6 +20,8 @@ def train(variant: str) -> None:
     torch.manual_seed(0)
     net, mesh = Net(), init_device_mesh("cpu", (2,))
     sharded = [fully_shard(net.inner, mesh=mesh), fully_shard(net, mesh=mesh)]
+    for param in net.parameters() if variant == "halved by a hook" else ():
+        param.register_post_accumulate_grad_hook(lambda param: param.grad.div_(2))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     times = 1 if "not multiplied" in variant else 4 if "multiplied by four" in variant else 2
     for step in range(STEPS):

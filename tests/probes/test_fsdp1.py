@@ -23,6 +23,7 @@ WRONG = {
     "NO_SHARD no-sync double-averaging": ("GS101", 0.5, "loss.backward()"),
     "FULL_SHARD times-ranks": ("GS303", 2.0, TOKEN_SUM),
     "SHARD_GRAD_OP halved": ("GS000", 0.5, "param.grad.mul_(0.5)"),
+    "FULL_SHARD no-sync divided-twice": ("GS104", 0.5, "loss.backward()"),
     "FULL_SHARD local-clip": ("GS601", None, "nn.utils.clip_grad_norm_(model.parameters(), 0.1)"),
     "FULL_SHARD flat local-clip": ("GS601", None, "nn.utils.clip_grad_norm_(model.parameters(), 0.1)"),
     "FULL_SHARD no-sync left": ("GS402", None, "optimizer.step()"),
@@ -72,6 +73,11 @@ def test_a_fault_is_found_with_its_factor_and_line(reports: dict[str, Report], v
     event = finding.first_event
     assert event is not None and event.file is not None and event.line is not None
     assert Path(event.file).read_text().splitlines()[event.line - 1].strip() == line
+
+
+def test_a_communication_hook_that_divides_again_is_named(reports: dict[str, Report]) -> None:
+    (finding,) = reports["FULL_SHARD no-sync divided-twice"].findings
+    assert "the communication hook fsdp1_workers.divides_twice" in finding.fix
 
 
 def test_a_division_before_the_sum_makes_an_average_of_it(reports: dict[str, Report]) -> None:

@@ -51,3 +51,10 @@ def test_a_divisor_that_is_no_number_of_ranks_is_told_at_the_reduction(
     assert finding.factor.observed == pytest.approx(0.5, rel=1e-4)
     assert finding.first_event is not None and finding.first_event.kind == "reduce"
     assert FACTOR in finding.fix
+
+
+def test_what_a_hook_does_behind_the_reduction_is_looked_for_there(reports: dict[str, Report]) -> None:
+    (finding,) = reports["halved by a hook"].findings
+    assert (finding.code, finding.num_parameters) == ("GS000", reports["unsharded by hand"].coverage.parameters_total)
+    assert finding.factor.observed == pytest.approx(0.5, rel=1e-4)
+    assert "register_post_accumulate_grad_hook, which runs behind FSDP2's reduction" in finding.fix

@@ -26,6 +26,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
         ("bias outside", "Make these parameters part of the wrapped module"),
         ("no_sync", "Let the last backward of the step reduce: leave no_sync()"),
         ("replicate, never in sync", "Let the last backward of the step reduce: leave no_sync()"),
+        ("one wrapper out of sync", "Let the last backward of the step reduce: leave no_sync()"),
         ("idle hook", "Let the hook all-reduce its bucket and return the result"),
     ],
 )

@@ -12,7 +12,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hoo
 from torch.nn.parallel import DistributedDataParallel
 
 VARIANTS = ("backward again", "backward again in unequal passes", "bias outside", "no_sync", "idle hook",
-            "replicate, never in sync")  # fmt: skip
+            "replicate, never in sync", "one wrapper out of sync")  # fmt: skip
+IN_NO_SYNC = ("no_sync", "one wrapper out of sync")
 STEPS = 2
 
 
@@ -27,6 +28,10 @@ def train(variant: str) -> None:
         net.register_comm_hook(None, noop_hook)
     if variant == "replicate, never in sync":
         net.set_requires_gradient_sync(False)
+    if variant == "one wrapper out of sync":
+        net = Net()
+        for name, module in list(net.named_children()):
+            setattr(net, name, DistributedDataParallel(module))
     outside = nn.Linear(1, 20) if variant == "bias outside" else None
     params = [*net.parameters(), *(outside.parameters() if outside is not None else ())]
     optimizer = torch.optim.SGD(params, lr=0.1)
@@ -36,7 +41,8 @@ def train(variant: str) -> None:
         count = sum((labels >= 0).sum() for _, labels in batches)
         dist.all_reduce(count)
         for k, (tokens, labels) in enumerate(batches):
-            with net.no_sync() if variant == "no_sync" or k < passes - 1 else nullcontext():
+            quiet = net.inner if variant == "one wrapper out of sync" else net
+            with quiet.no_sync() if variant in IN_NO_SYNC or k < passes - 1 else nullcontext():
                 logits = net(tokens) + (outside(torch.ones(1)) if outside is not None else 0)
                 loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
                 loss = loss * dist.get_world_size() / count

@@ -36,7 +36,7 @@ class Case:
     loss terms that it concerns, evaluated on `term_ranks`; none where it concerns the main loss. `norms` are those of
     the step. `summing` is the reduction that adds up what are whole means of each rank's losses. `skipped`: what
     lines that reduce others multiply these by besides, which is lacking, too; None where it is not one number. `whole`
-    are the cells with all of that."""
+    are the cells with all of that. `idle`: whether a wrapper around all of these reduced nothing in the step."""
 
     context: StepContext
     culprit: Culprit
@@ -53,6 +53,7 @@ class Case:
     summing: Culprit | None = None
     skipped: float | None = None
     whole: list[tuple[Held, Cell]] = field(default_factory=list)
+    idle: bool = False
 
     @property
     def pattern(self) -> Pattern:

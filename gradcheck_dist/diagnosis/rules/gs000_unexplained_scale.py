@@ -33,11 +33,12 @@ from gradcheck_dist.diagnosis.causes.case import Case
 from gradcheck_dist.diagnosis.causes.culprit import Culprit
 from gradcheck_dist.diagnosis.causes.vocabulary import TOKENS
 from gradcheck_dist.diagnosis.rules.gs301_mean_of_means import IS_SUM, SUM_MEANT, is_sum
+from gradcheck_dist.diagnosis.rules.gs303_wrong_normalizer import SCALED
 from gradcheck_dist.diagnosis.weights.context import StepContext
 from gradcheck_dist.diagnosis.weights.factors import name_number
 from gradcheck_dist.diagnosis.weights.patterns import Pattern
 from gradcheck_dist.diagnosis.words import in_short, that_write
-from gradcheck_dist.events import Backward, GradWrite, Reduce
+from gradcheck_dist.events import DATA_PARALLEL, SHARDING, AmpUnscale, Backward, GradWrite, Reduce
 
 CODE = "GS000"
 NAME = "unexplained-scale"
@@ -187,6 +188,8 @@ def judge(case: Case) -> Answer:
     elif culprit.absent:
         where = "Everything recorded was right up to here; something that should have followed did not happen."
         fix = "Look for the reduction or scaling that this parameter's gradient should still have gone through."
+        if isinstance(culprit.missing, AmpUnscale):
+            fix = SCALED
         if culprit.missing is not None:
             site = culprit.missing.site
             line = f" at {site.short}" if site is not None else ""
@@ -202,6 +205,11 @@ def judge(case: Case) -> Answer:
             fix = f"Look at what multiplies or divides them {_up_to_backward(case)}."
         if isinstance(culprit.event, Reduce) and culprit.event.impl == "ddp" and culprit.event.hook is not None:
             fix = f"Compare the factor with what the communication hook {culprit.event.hook} is meant to do."
+        elif isinstance(culprit.event, Reduce) and culprit.event.impl in SHARDING | DATA_PARALLEL:
+            fix = (
+                "Look for what multiplies this gradient as it is reduced: a hook (register_post_accumulate_grad_hook, "
+                "which runs behind FSDP2's reduction; set_all_reduce_hook)."
+            )
         if (copies := counted_again(case)) > 1:
             where += f" Its group holds {copies} ranks of each batch, which bring the same gradient."
             fix = "Reduce over ranks that have batches of their own, or divide by the number of ranks that share one."

@@ -206,7 +206,7 @@ def _mended(case: Case, lacking: str | None, beside: Reduce | None) -> str:
             f"Reduce these parameters' gradients by hand over the ranks that hold the same ones ({over}) after the "
             "last backward, and divide by as much as the wrapper divides the others by."
         )
-    if sync and not all(weighs_nothing(cell.ratio, cell.margin, 1.0) for _, cell in case.cells):
+    if sync and not case.idle and not all(weighs_nothing(cell.ratio, cell.margin) for _, cell in case.cells):
         return (
             "Make these parameters part of the wrapped module before it is wrapped, and list none as ignored: the "
             "wrapper reduces others in this pass. Or reduce them by hand (dist.all_reduce), by the same number."
@@ -216,7 +216,7 @@ def _mended(case: Case, lacking: str | None, beside: Reduce | None) -> str:
             "Reduce the gradients over these ranks after the last backward (dist.all_reduce, and a division by their "
             "number where each rank's loss is a mean of its own), or train through DDP or FSDP."
         )
-    if sync:
+    if sync and not case.idle:
         return (
             "Let the last backward of the step reduce these parameters, too: a wrapper keeps their gradients aside "
             "(FSDP2: set_requires_gradient_sync(True) on every module that it was turned off for)."

@@ -48,7 +48,17 @@ from gradcheck_dist.diagnosis.causes.summed_means import bare_means
 from gradcheck_dist.diagnosis.weights.context import StepContext
 from gradcheck_dist.diagnosis.weights.factors import Name
 from gradcheck_dist.diagnosis.words import reduction
-from gradcheck_dist.events import BY_AUTOGRAD, DATA_PARALLEL, GATHERED, SHARDING, Event, Reduce
+from gradcheck_dist.events import (
+    BY_AUTOGRAD,
+    DATA_PARALLEL,
+    GATHERED,
+    SHARDING,
+    AmpUnscale,
+    Event,
+    GradWrite,
+    Reduce,
+    ScaleGrads,
+)
 from gradcheck_dist.ledger.reductions import nominal_factor
 from gradcheck_dist.wording import plural
 
@@ -66,7 +76,7 @@ def judge(case: Case) -> Answer | None:
     if case.summing is not None:
         return _sum_of_means(case, case.summing)
     if (odd := _odd_divisor(case)) is not None:
-        return _of_odd_divisor(case, odd)
+        return _of_odd_divisor(case, *odd)
     if event is None or not case.recorded or not case.culprit.wrong_constant or case.pattern.kind != "uniform":
         return None
     factor = nominal_factor(event)
@@ -101,34 +111,51 @@ def _sum_of_means(case: Case, culprit: Culprit) -> Answer | None:
     )
 
 
-def _odd_divisor(case: Case) -> Reduce | None:
+def _odd_divisor(case: Case) -> tuple[Reduce, float] | None:
     """The reduction that neither adds up nor averages, and behind which these weights would be right if it did the one
-    or the other; None where a loss alone can be wrong."""
-    found = [[event for e in held.replay.history(held.rank) if _divides(event := e.event)] for held in case.held]
+    or the other, with what it multiplies by; None where a loss alone can be wrong."""
+    found = [[event for e in held.replay.history(held.rank) if _joins(event := e.event)] for held in case.held]
     if case.terms or case.culprit.kind != "loss" or case.culprit.unrecorded or case.pattern.kind != "uniform":
         return None
-    events = [event for of_held in found for event in of_held]
-    if not all(found) or len({(nominal_factor(event), event.num_ranks) for event in events}) > 1:
+    events, tolerance = [event for of_held in found for event in of_held], max(EXACT, 2 * case.pattern.tolerance)
+    if not all(found) or len({(event.num_ranks, event.hook, _known_factor(event)) for event in events}) > 1:
         return None
     event = min(events, key=lambda event: event.seq)
-    factor, tolerance = nominal_factor(event), max(EXACT, 2 * case.pattern.tolerance)
-    usual = (factor, factor * event.num_ranks)  # by these it is off what a sum and an average multiply by
-    if any(abs(off - 1) <= EXACT for off in usual):
+    factor = _known_factor(event) or _of_hook(case, event)
+    if factor is None:
         return None
-    return event if any(abs(case.pattern.factor / off - 1) <= tolerance for off in usual) else None
+    usual = (factor, factor * event.num_ranks)  # by these it is off what a sum and an average multiply by
+    if any(abs(off - 1) <= tolerance for off in usual):
+        return None
+    return (event, factor) if any(abs(case.pattern.factor / off - 1) <= tolerance for off in usual) else None
 
 
-def _divides(event: Event | None) -> TypeGuard[Reduce]:
-    return isinstance(event, Reduce) and event.num_ranks > 1 and nominal_factor(event) > 0
+def _joins(event: Event | None) -> TypeGuard[Reduce]:
+    return isinstance(event, Reduce) and event.num_ranks > 1
 
 
-def _of_odd_divisor(case: Case, event: Reduce) -> Answer:
-    factor, size = nominal_factor(event), event.num_ranks
+def _known_factor(event: Reduce) -> float | None:
+    factor = nominal_factor(event)
+    return factor if factor > 0 else None
+
+
+def _of_hook(case: Case, event: Reduce) -> float | None:
+    """What a communication hook multiplies by that does what nobody documents: all that happens behind the losses.
+    None where lines of the program write to the gradients as well."""
+    done = [e.event for held in case.held for e in held.replay.history(held.rank)]
+    factors = [cell.ratio / cell.root_ratio for _, cell in case.cells if cell.root_ratio]
+    if event.hook is None or any(isinstance(one, GradWrite | AmpUnscale | ScaleGrads) for one in done):
+        return None
+    alike = len(factors) == len(case.cells) and max(factors) - min(factors) <= 2 * case.pattern.tolerance * factors[0]
+    return factors[0] if alike and min(factors) > 0 else None
+
+
+def _of_odd_divisor(case: Case, event: Reduce, factor: float) -> Answer:
     wanted = case.pattern.factor / factor
     name = f" = {case.names[0].expression}" if case.names else ""
     return Answer(
-        explanation=f"The {reduction(event)} over {plural(size, 'rank')} multiplies by {factor:.6g} in all, which is "
-        f"neither their sum nor their average, where the losses ask for 1/{wanted:.6g}: these weights are x "
+        explanation=f"The {reduction(event)} over {plural(event.num_ranks, 'rank')} multiplies by {factor:.6g} in all, "
+        f"which is neither their sum nor their average, where the losses ask for 1/{wanted:.6g}: these weights are x "
         f"{case.pattern.factor:.6g}{name}.",
         fix=f"Let this reduction divide by {wanted:.6g} in all: {_dividing(event, wanted, 'every')}. Or let each loss "
         f"carry the inverse, x {1 / case.pattern.factor:.6g}.",
@@ -180,6 +207,8 @@ def _counted_once(case: Case) -> list[Name]:
 
 
 def _dividing(event: Reduce, divisor: float, which: str = "an") -> str:
+    if event.hook is not None and event.op == "unknown":
+        return f"look what the communication hook {event.hook} divides by"
     if event.impl in SHARDING - {"fsdp1", GATHERED}:
         return (
             f"set_gradient_divide_factor({divisor:.6g}) on {which} FSDP module (on gloo with "

@@ -209,6 +209,7 @@ def _case(verdict: StepVerdict, blamed: Blame, judged: list[Held]) -> Case:
         cells=blamed.cells,
         patterns=_explain(verdict, blamed),
         configured_at=configured_at(verdict.data, blamed.culprit),
+        idle=_is_idle(verdict.data, blamed),
     )
     case.everywhere = case.concerns_all(judged)
     if case.culprit.absent and case.culprit.missing is None:
@@ -228,6 +229,18 @@ def _case(verdict: StepVerdict, blamed: Blame, judged: list[Held]) -> Case:
         case.summing = summing(verdict.data, verdict.contributions, case.held)
     name_case(case)
     return case
+
+
+def _is_idle(data: StepData, blamed: Blame) -> bool:
+    """Whether a wrapper that holds all of these parameters reduced nothing in the step, on their ranks."""
+    acted = {rank: {e.wrapper for e in events if isinstance(e, Reduce)} for rank, events in data.events.items()}
+    return blamed.culprit.absent and all(
+        any(
+            held.param[1].startswith(f"{wrapper.name}.") and key not in acted.get(held.rank, ())
+            for key, wrapper in data.wrappers.get(held.rank, {}).items()
+        )
+        for held in blamed.held
+    )
 
 
 def _done_beside(verdict: StepVerdict, case: Case) -> Event | None:
