@@ -7,7 +7,7 @@ from random_trainers import global_mean
 from simulator import Trainer, World
 
 from gradcheck_dist.diagnosis.judging import judge_step
-from gradcheck_dist.events import Exchange
+from gradcheck_dist.events import AmpScale, AmpUnscale, Exchange
 from gradcheck_dist.trace.run import Run
 
 
@@ -45,3 +45,18 @@ def test_axes_that_share_each_batch_together_are_one_degree(tp: int, expected: f
         trace.header.same_data = ((0, 1, 4, 5), (2, 3, 6, 7)) if tp > 1 else ((0, 4), (1, 5), (2, 6), (3, 7))
     context = judge_step(run, 0, "global-token-mean", "given").context
     assert context.quantities.get("ranks_per_batch") == expected
+
+
+@pytest.mark.parametrize(("unscaling", "left"), [((), 64.0), ((1,), 64.0), ((0, 1), None)])
+def test_a_scale_that_another_rank_put_in_is_known_where_one_left_it(
+    unscaling: tuple[int, ...], left: float | None
+) -> None:
+    """The last stage of a pipeline scales, and each stage is to unscale."""
+    run = World(Trainer(root=global_mean(), op="sum", data_ranks=2)).run()
+    for rank, trace in run.ranks.items():
+        told: list[AmpScale | AmpUnscale] = [AmpScale(seq=1_000_000, t_ns=0, step=0, scale=64.0)] if rank else []
+        if rank in unscaling:
+            told.append(AmpUnscale(seq=1_000_001, t_ns=0, step=0, scale=64.0, params=0))
+        trace.events.extend(told)
+    context = judge_step(run, 0, "global-token-mean", "given").context
+    assert context.quantities.get("loss_scale") == left

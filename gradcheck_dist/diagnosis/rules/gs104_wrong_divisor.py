@@ -37,7 +37,6 @@ the data-parallel size.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TypeGuard
 
 from gradcheck_dist.diagnosis.answer import Answer
@@ -111,23 +110,25 @@ def _sum_of_means(case: Case, culprit: Culprit) -> Answer | None:
     )
 
 
-def _odd_divisor(case: Case) -> tuple[Reduce, float] | None:
+def _odd_divisor(case: Case) -> tuple[int, Reduce, float] | None:
     """The reduction that neither adds up nor averages, and behind which these weights would be right if it did the one
-    or the other, with what it multiplies by; None where a loss alone can be wrong."""
-    found = [[event for e in held.replay.history(held.rank) if _joins(event := e.event)] for held in case.held]
+    or the other, with its rank and what it multiplies by; None where a loss alone can be wrong."""
+    found = [
+        [(held.rank, event) for e in held.replay.history(held.rank) if _joins(event := e.event)] for held in case.held
+    ]
     if case.terms or case.culprit.kind != "loss" or case.culprit.unrecorded or case.pattern.kind != "uniform":
         return None
-    events, tolerance = [event for of_held in found for event in of_held], max(EXACT, 2 * case.pattern.tolerance)
-    if not all(found) or len({(event.num_ranks, event.hook, _known_factor(event)) for event in events}) > 1:
+    events, tolerance = [pair for of_held in found for pair in of_held], max(EXACT, 2 * case.pattern.tolerance)
+    if not all(found) or len({(event.num_ranks, event.hook, _known_factor(event)) for _, event in events}) > 1:
         return None
-    event = min(events, key=lambda event: event.seq)
+    rank, event = min(events, key=lambda pair: (pair[0], pair[1].seq))
     factor = _known_factor(event) or _of_hook(case, event)
     if factor is None:
         return None
     usual = (factor, factor * event.num_ranks)  # by these it is off what a sum and an average multiply by
     if any(abs(off - 1) <= tolerance for off in usual):
         return None
-    return (event, factor) if any(abs(case.pattern.factor / off - 1) <= tolerance for off in usual) else None
+    return (rank, event, factor) if any(abs(case.pattern.factor / off - 1) <= tolerance for off in usual) else None
 
 
 def _joins(event: Event | None) -> TypeGuard[Reduce]:
@@ -150,7 +151,7 @@ def _of_hook(case: Case, event: Reduce) -> float | None:
     return factors[0] if alike and min(factors) > 0 else None
 
 
-def _of_odd_divisor(case: Case, event: Reduce, factor: float) -> Answer:
+def _of_odd_divisor(case: Case, rank: int, event: Reduce, factor: float) -> Answer:
     wanted = case.pattern.factor / factor
     name = f" = {case.names[0].expression}" if case.names else ""
     return Answer(
@@ -159,9 +160,7 @@ def _of_odd_divisor(case: Case, event: Reduce, factor: float) -> Answer:
         f"{case.pattern.factor:.6g}{name}.",
         fix=f"Let this reduction divide by {wanted:.6g} in all: {_dividing(event, wanted, 'every')}. Or let each loss "
         f"carry the inverse, x {1 / case.pattern.factor:.6g}.",
-        culprit=replace(
-            case.culprit, kind="reduce", event=event, nominal=factor, factor=factor, wrong_constant=True, rivals=()
-        ),
+        culprit=Culprit("reduce", rank, event, nominal=factor, factor=factor, wrong_constant=True),
     )
 
 

@@ -137,11 +137,12 @@ def _unnamed_degrees(context: StepContext, events: dict[int, list[Event]]) -> di
 def _scale_left(events: dict[int, list[Event]]) -> float | None:
     """The scale of a GradScaler that did not unscale for every optimizer that stepped; None where it did."""
     scales = set()
+    left = False
     for of_rank in events.values():
         unscaled, stepped = (sum(isinstance(event, kind) for event in of_rank) for kind in (AmpUnscale, OptimizerStep))
-        if unscaled < stepped:
-            scales |= {event.scale for event in of_rank if isinstance(event, AmpScale)}
-    return scales.pop() if len(scales) == 1 else None
+        left |= unscaled < stepped
+        scales |= {event.scale for event in of_rank if isinstance(event, AmpScale)}
+    return scales.pop() if left and len(scales) == 1 else None
 
 
 def step_context(
