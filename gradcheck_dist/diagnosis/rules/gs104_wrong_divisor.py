@@ -4,6 +4,8 @@
 Finds a data-parallel reduction that did what it documents, but whose divisor is not the one that the loss and the other
 reductions of the run ask for: experts averaged over their own, smaller group, a divisor that counts an axis twice, one
 FSDP unit whose divide factor differs. Other parameters came out right with the same losses, so the losses are right.
+Also one that neither adds up nor averages (a divide factor of 4 over 2 ranks), where doing the one or the other would
+make all weights right.
 
 ## Why it matters
 Some parameters learn faster or slower than the rest, by a factor that depends on the mesh. Adam hides a constant factor

@@ -189,7 +189,7 @@ class Plans:
         chosen = None if len(which) == len(info.positions) else which
         known = tuple(shape) == tuple(local.shape)
         box = (tuple(offset), tuple(shape)) if known else (None, None)
-        return self._new_plan(info, chosen, indices, local.device, summed_over(tensor), *box, averaged_over(tensor))
+        return self._new_plan(info, chosen, indices, local.device, summed_over(tensor), *box, mean=averaged_over(tensor))
 
     def _new_plan(
         self,

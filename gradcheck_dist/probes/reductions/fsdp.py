@@ -66,7 +66,8 @@ def hook_lent(recorder: Recorder, root: nn.Module) -> None:
 
 def _lent_in(root: nn.Module) -> Iterator[tuple[Any, Tensor]]:
     for module in root.modules():
-        state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
+        state_of: Any = getattr(module, "_get_fsdp_state", None)
+        state = state_of() if state_of is not None else None
         groups = getattr(state, "_fsdp_param_groups", None)  # several since torch 2.13
         for group in [getattr(state, "_fsdp_param_group", None)] if groups is None else groups:
             for fsdp_param in getattr(group, "fsdp_params", ()):
