@@ -189,7 +189,8 @@ class Plans:
         chosen = None if len(which) == len(info.positions) else which
         known = tuple(shape) == tuple(local.shape)
         box = (tuple(offset), tuple(shape)) if known else (None, None)
-        return self._new_plan(info, chosen, indices, local.device, summed_over(tensor), *box, mean=averaged_over(tensor))
+        partial, mean = summed_over(tensor), averaged_over(tensor)
+        return self._new_plan(info, chosen, indices, local.device, partial, box[0], box[1], mean)
 
     def _new_plan(
         self,
