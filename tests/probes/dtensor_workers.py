@@ -15,7 +15,8 @@ from torch.nn.utils import parametrize
 
 WIDTH, WORDS, TOKENS, STEPS, ACCUMULATION = 16, 32, 24, 2, 2
 VARIANTS = ("sharded", "sharded, averaged", "replicated", "replicated, averaged", "read as summands",
-            "read as summands, averaged", "read as summands, averaged and multiplied", "computed, summed by hand",
+            "read as summands, averaged", "read as summands, averaged and multiplied",
+            "read as summands, averaged and redistributed", "computed, summed by hand",
             "all DTensors", "all DTensors, summed by hand", "local summands of logits",
             "sequence parallel, clipped by local norms", "sequence parallel",
             "sequence parallel, clipped by own norms", "sequence parallel, summands summed",
@@ -183,6 +184,8 @@ def train(variant: str) -> int:
             loss.backward()
         for param in model.parameters() if "by hand" in variant else ():
             dist.all_reduce(param.grad.to_local())  # type: ignore[union-attr]
+        for param in model.parameters() if "and redistributed" in variant else ():
+            param.grad = param.grad.redistribute(placements=[Replicate()])  # type: ignore[union-attr]
         for layer in (model[0], model[2]) if "experts" in variant else ():
             for param in layer.parameters():
                 dist.all_reduce(param.grad)

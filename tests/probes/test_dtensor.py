@@ -100,7 +100,15 @@ def test_one_loss_of_unequal_weights_on_ranks_that_hold_shards_is_left_open(repo
     assert "same numbers on all ranks of one model" in report.next_step
 
 
-@pytest.mark.parametrize("variant", ["sharded, averaged", "replicated, averaged", "read as summands, averaged"])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        "sharded, averaged",
+        "replicated, averaged",
+        "read as summands, averaged",
+        "read as summands, averaged and redistributed",
+    ],
+)
 def test_what_autograd_averages_is_named_with_its_own_fix(reports: dict[str, Report], variant: str) -> None:
     (finding,) = reports[variant].findings
     assert finding.code == "GS101"

@@ -111,7 +111,7 @@ def _divides_by(case: Case, size: int) -> bool:
 
 
 def _averaged_summands(case: Case) -> Answer | None:
-    """Gradients that are DTensors' summands, of which whoever reads them makes the mean."""
+    """Gradients that are, or were, DTensors' summands, of which whoever reads them makes the mean."""
     size, tolerance = min((held.mean for held in case.held), default=1), max(1e-3, 2 * case.pattern.tolerance)
     if size < 2 or any(held.mean != size for held in case.held) or case.pattern.kind != "uniform":
         return None
@@ -121,7 +121,7 @@ def _averaged_summands(case: Case) -> Answer | None:
         return None
     return Answer(
         explanation=f"{_loss(case)}, and the gradients are declared to be averaged over {size} ranks "
-        f'(Partial("avg")), which the optimizer does: they are 1/{size} of {_whose(case)}.',
+        f'(Partial("avg")), which whoever reads them does: they are 1/{size} of {_whose(case)}.',
         fix=f'Declare summands, to_local(grad_placements=[Partial("sum")]), or multiply the loss by {size} (c = R/N) '
         "so that the average undoes it.",
     )

@@ -100,8 +100,8 @@ class Held:
     stages, before it came to the parameter; `observed` contains them. `elsewhere` are data coordinates whose
     tokens are in other ranks' summands of the same gradient. `clip_by_hand` is the coefficient of a clip that nobody
     recorded, where `observed` is freed of one. `alike` are ranks of a large world that came out like this one, and are
-    not looked at themselves. `mean`: by so many the sum of the ranks' summands is divided. `parts`: of so many equal
-    parts on as many ranks, each rank's gradient is one, and their sum is the whole one.
+    not looked at themselves. `mean`: by so many the sum of the ranks' summands is divided, or was. `parts`: of so many
+    equal parts on as many ranks, each rank's gradient is one, and their sum is the whole one.
     """
 
     param: ParamKey

@@ -241,7 +241,7 @@ def _steps_inside(data: StepData, track: Track) -> bool:
 def _transfer(key: ParamKey, track: Track, played: Replay) -> Held:
     held = Held(key, track.rank, played)
     if track.points:
-        held.partial, held.mean = track.points[-1].values.partial, track.points[-1].values.mean
+        held.partial, held.mean = track.points[-1].values.partial, max(point.values.mean for point in track.points)
     part = np.isfinite(played.basis.values) & _part(track)
     held.visible = part.any(axis=1).tolist()
     there = (part & (played.basis.values != 0)).any(axis=1)
