@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -50,18 +49,19 @@ class Replaced:
     def given(self, optimizer: Optimizer, params: list[Tensor]) -> None:
         made = self._made.setdefault(optimizer, Made())
         made.site, made.is_sound = made.site or caller_site(), False
-        made.slots |= {id(param): slot for param in params if (slot := self._slot_of(param)) is not None}
-
-    def _slot_of(self, param: Tensor) -> Slot | None:
-        """Where a parameter lies or lay. What FSDP2's modules hold behind a forward pass was registered nowhere."""
         ties = self._recorder.ties
-        if ties is not None and (slot := ties.first_slot(param)) is not None:
-            return cast(Slot, slot)
-        for module in self._recorder.registry.known_modules.values():
-            for name, held in module._parameters.items():
-                if held is param:
-                    return Slot(weakref.ref(module), name)
-        return None
+        known = {id(param): slot for param in params if ties and (slot := ties.first_slot(param)) is not None}
+        if len(known) < len(params):  # what FSDP2's modules hold behind a forward pass was registered nowhere
+            known = {**self._held_now(), **known}
+        made.slots |= {id(param): known[id(param)] for param in params if id(param) in known}
+
+    def _held_now(self) -> dict[int, Slot]:
+        return {
+            id(held): Slot(weakref.ref(module), name)
+            for module in self._recorder.registry.known_modules.values()
+            for name, held in module._parameters.items()
+            if held is not None
+        }
 
     def tell(self) -> None:
         """A recorded step is over. Whoever updates parameters by hand may do so behind that."""
