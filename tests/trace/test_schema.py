@@ -84,7 +84,7 @@ FROZEN = {
     ),
     "param_set": "id params",
     "param_values": "params counts values after exchanges exchanged_with",
-    "plan": "id param num_values positions partial partial_over offset extent",
+    "plan": "id param num_values positions partial partial_over partial_mean offset extent",
     "wrapper": "id impl name group shard_group replicate_group site",
     "named_group": "name group",
     "samples": "step rows dtype values",
