@@ -14,6 +14,16 @@ from gradcheck_dist.probes import attach
 WIDTH, WORDS, TOKENS = 8, 16, 12
 
 
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Each rank reads as many tokens of its own."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(2):
+        words = torch.randint(0, WORDS, (TOKENS,), generator=generator)
+        F.cross_entropy(model(words), words.roll(-1)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 class Adapter(nn.Module):
     """A linear layer, and a product of two small matrices beside it."""
 
@@ -39,12 +49,7 @@ def adapt(run_dir: str, before: bool) -> None:
         if not before:
             model[1] = Adapter(model[1])  # type: ignore[arg-type]
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        generator = torch.Generator().manual_seed(dist.get_rank())
-        for _ in range(2):
-            words = torch.randint(0, WORDS, (TOKENS,), generator=generator)
-            F.cross_entropy(wrapped(words), words.roll(-1)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        steps(wrapped, optimizer)
     dist.destroy_process_group()
 
 
@@ -72,18 +77,12 @@ def register(run_dir: str, alike: bool) -> None:
         model = Named("abc" if alike or dist.get_rank() == 0 else "bca")
         wrapped = DistributedDataParallel(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        generator = torch.Generator().manual_seed(dist.get_rank())
-        for _ in range(2):
-            words = torch.randint(0, WORDS, (TOKENS,), generator=generator)
-            F.cross_entropy(wrapped(words), words.roll(-1)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        steps(wrapped, optimizer)
     dist.destroy_process_group()
 
 
 def train(run_dir: str, made: str) -> None:
-    """FSDP2 whose optimizer is made before fully_shard, behind it, or behind a forward pass. Each rank reads as many
-    tokens of its own."""
+    """FSDP2 whose optimizer is made before fully_shard, behind it, or behind a forward pass."""
     dist.init_process_group("gloo")
     with attach(Path(run_dir)):
         torch.manual_seed(0)
@@ -95,10 +94,5 @@ def train(run_dir: str, made: str) -> None:
                 model(torch.zeros(1, dtype=torch.int64))
             params = [*model.parameters()]
         optimizer = torch.optim.AdamW(params, lr=0.1)
-        generator = torch.Generator().manual_seed(dist.get_rank())
-        for _ in range(2):
-            words = torch.randint(0, WORDS, (TOKENS,), generator=generator)
-            F.cross_entropy(model(words), words.roll(-1)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        steps(model, optimizer)
     dist.destroy_process_group()

@@ -54,6 +54,16 @@ class StepFacts:
         """Which reductions join tensors that are no copies of one another."""
         return mixed(self.data, self.contributions.coordinate)
 
+    @cached_property
+    def _keys(self) -> dict[tuple[int, int], ParamKey]:
+        tracks = self.data.tracks.items()
+        return {(rank, track.param.id): key for key, of_rank in tracks for rank, track in of_rank.items()}
+
+    def params_in(self, rank: int, param_set: int | None) -> frozenset[ParamKey]:
+        """The parameters of a set that a rank recorded, as far as they were followed in this step."""
+        ids = self.data.params_of(rank, param_set)
+        return frozenset(self._keys[rank, param] for param in ids if (rank, param) in self._keys)
+
     def trained_on(self, ranks: Collection[int]) -> frozenset[ParamKey]:
         """The parameters that got a gradient on some of these ranks."""
         return frozenset(

@@ -41,15 +41,13 @@ def could_audit(facts: StepFacts) -> bool:
 
 
 def audit(facts: StepFacts) -> Iterator[Remark]:
-    keys = {(rank, track.param.id): key for key, of_key in facts.data.tracks.items() for rank, track in of_key.items()}
     by_line: dict[object, list[tuple[int, Recompute]]] = defaultdict(list)
     for rank, event in _events(facts):
         by_line[(event.site.file, event.site.line) if event.site else None].append((rank, event))
     for found in by_line.values():
         params: set[ParamKey] = set()
         for rank, event in found:
-            ids = facts.data.params_of(rank, event.params)
-            params |= {keys[rank, param] for param in ids if (rank, param) in keys}
+            params |= facts.params_in(rank, event.params)
         rank, first = found[0]
         regions = plural(len(found), "checkpointed region")
         yield Remark(

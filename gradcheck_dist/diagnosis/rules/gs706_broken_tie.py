@@ -53,13 +53,11 @@ def could_audit(facts: StepFacts) -> bool:
 
 
 def audit(facts: StepFacts) -> Iterator[Remark]:
-    keys = {(rank, track.param.id): key for key, of_key in facts.data.tracks.items() for rank, track in of_key.items()}
     trained = facts.trained_on(facts.data.events.keys())
     found: dict[frozenset[ParamKey], list[tuple[int, BrokenTie]]] = {}
     for rank, event in _events(facts):
-        ids = facts.data.params_of(rank, event.params)
-        params = frozenset(key for param in ids if (key := keys.get((rank, param))) in trained)
-        if len(params) > 1 and not _is_written(facts, rank, set(ids)):
+        params = facts.params_in(rank, event.params) & trained
+        if len(params) > 1 and not _is_written(facts, rank, event):
             found.setdefault(params, []).append((rank, event))
     for params, events in found.items():
         rank, first = events[0]
@@ -87,8 +85,9 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
         )
 
 
-def _is_written(facts: StepFacts, rank: int, ids: set[int]) -> bool:
+def _is_written(facts: StepFacts, rank: int, tie: BrokenTie) -> bool:
     """Whether a line writes something into these gradients: one copy's to the other's, perhaps."""
+    ids = set(facts.data.params_of(rank, tie.params))
     writes = (event for event in facts.data.events[rank] if isinstance(event, GradWrite) and event.op == WRITTEN)
     return any(event.params is None or ids & set(facts.data.params_of(rank, event.params)) for event in writes)
 

@@ -52,13 +52,11 @@ def could_audit(facts: StepFacts) -> bool:
 
 
 def audit(facts: StepFacts) -> Iterator[Remark]:
-    keys = {(rank, track.param.id): key for key, of_key in facts.data.tracks.items() for rank, track in of_key.items()}
     trained = facts.trained_on(facts.data.events.keys())
     params: set[ParamKey] = set()
     found: list[tuple[int, ReplacedParameters]] = []
     for rank, event in _events(facts):
-        ids = facts.data.params_of(rank, event.params)
-        if on_rank := {key for param in ids if (key := keys.get((rank, param))) in trained}:
+        if on_rank := facts.params_in(rank, event.params) & trained:
             params |= on_rank
             found.append((rank, event))
     if not found:
