@@ -117,7 +117,7 @@ OTHERS = (
     *("clip-norm-pp-local", "clip-norm-fsdp-local", "clip-skipped", "clip-before-unscale"),
     *("reported-norm-wrong", "validation-scale", "ac-without-rng-state"),
     *("found-inf-not-shared", "overflow-in-first-stage", "scaled-in-flight"),
-    *("unscaled-twice", "input-gradients-add-up"),
+    *("unscaled-twice", "input-gradients-add-up", "tie-broken-by-tp"),
 )
 """Faults with a test of their own below."""
 
@@ -286,6 +286,16 @@ def test_tied_copies_that_are_not_summed_add_up_to_the_right_gradient() -> None:
     assert min(distance(copy, expected["embedding.weight"]) for copy in copies) > 0.1
     assert_same(first, expected)
     assert_same(last, expected)
+
+
+def test_copies_that_tensor_parallelism_unties_add_up_to_the_right_gradient() -> None:
+    layout = {"tp": 2, "accum": 2, "tied_embeddings": True}
+    expected = control(small(**layout))[0]
+    for grads in faulty("tie-broken-by-tp", **layout)[0]:
+        copies = grads.pop("embedding.weight"), grads.pop("head.weight")
+        assert distance(copies[0] + copies[1], expected["embedding.weight"]) < TOLERANCE_TP
+        assert min(distance(copy, expected["embedding.weight"]) for copy in copies) > 0.1
+        assert_same(grads, expected, TOLERANCE_TP)
 
 
 @pytest.mark.parametrize("layout", [{"dp_shard": 2, "accum": 3}, {"pp": 2, "microbatches": 3}], ids=str)
