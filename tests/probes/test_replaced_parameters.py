@@ -95,7 +95,18 @@ def layers_that_are_left_out() -> Made:
     return model, [optimizer]
 
 
-def report_of(run: Path, make: Callable[[], Made], by_hand: bool = False) -> Report:
+def by_hand(model: Model) -> None:
+    for param in model.parameters():
+        if param.grad is not None:
+            param.data -= 0.1 * param.grad
+
+
+def report_of(
+    run: Path,
+    make: Callable[[], Made],
+    before: Callable[[Model], None] | None = None,
+    behind: Callable[[Model], None] | None = None,
+) -> Report:
     torch.manual_seed(0)
     with gradcheck_dist.attach(run):
         model, optimizers = make()
@@ -103,14 +114,15 @@ def report_of(run: Path, make: Callable[[], Made], by_hand: bool = False) -> Rep
             for _ in range(2):
                 tokens = torch.randint(VOCABULARY, (4, 6))
                 F.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(1, 1).flatten()).div(2).backward()
+            if before is not None:
+                before(model)
             for optimizer in optimizers:
                 optimizer.step()
             for optimizer in optimizers:
                 optimizer.zero_grad()
-            for param in model.parameters() if by_hand else ():
-                if param.grad is not None:
-                    param.data -= 0.1 * param.grad
-                    param.grad = None
+            if behind is not None:
+                behind(model)
+                model.zero_grad()
     return diagnose(read_run(run))
 
 
@@ -146,8 +158,23 @@ def test_who_has_the_new_parameters_is_not_accused(tmp_path: Path, make: Callabl
     assert not report_of(tmp_path / "run", make).findings
 
 
-def test_what_is_updated_by_hand_is_not_accused(tmp_path: Path) -> None:
-    assert "GS707" not in [finding.code for finding in report_of(tmp_path / "run", other_head, by_hand=True).findings]
+@pytest.mark.parametrize("update", [{"behind": by_hand}, {"before": by_hand}], ids=["behind", "before"])
+def test_what_is_updated_by_hand_is_not_accused(tmp_path: Path, update: dict[str, Callable[[Model], None]]) -> None:
+    assert "GS707" not in [finding.code for finding in report_of(tmp_path / "run", other_head, **update).findings]
+
+
+def test_an_optimizer_from_before_the_probes_steps_what_it_has(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Model()
+    first = optimizer_of(model)
+
+    def made() -> Made:
+        whole = nn.ModuleList([model, nn.Linear(4, 4)])
+        second = torch.optim.SGD(whole[1].parameters(), lr=0.1)
+        whole[1] = nn.Linear(4, 4)  # which the second one has not, and nobody uses
+        return model, [first, second]
+
+    assert not report_of(tmp_path / "run", made).findings
 
 
 @pytest.mark.parametrize("made", ["before", "behind", "after forward"])

@@ -1,9 +1,9 @@
 """An optimizer has parameters that the model had once, and steps nothing.
 
 ## What it does
-Notes parameters that are trained (backward gives them gradients), that no optimizer has, and that do not move between
-the end of a step and the next one, in the place of others that an optimizer was given and that have neither a gradient
-nor a state there. What replaces parameters behind an optimizer's back: `fully_shard`, `parallelize_module`,
+Notes parameters that are trained (backward gives them gradients), that no optimizer has, and that have not moved since
+they were first seen, in the place of others that an optimizer was given and that have neither a gradient nor a state
+there. What replaces parameters behind an optimizer's back: `fully_shard`, `parallelize_module`,
 `load_state_dict(assign=True)`, `to_empty`, a layer or a weight that a line sets; FSDP2 itself, where an optimizer is
 made between a forward and a backward pass, of what the root has gathered. An optimizer that is handed gradients
 at its own copies is not meant, and neither is who updates parameters by hand.

@@ -13,7 +13,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -23,9 +22,6 @@ from gradcheck_dist.probes.parameters.plans import ParamInfo
 from gradcheck_dist.probes.recording.patching import Patches
 from gradcheck_dist.probes.recording.recorder import Recorder, guarded
 from gradcheck_dist.probes.recording.sites import caller_site
-
-MAX_VALUES = 64
-"""Of each parameter that nobody seems to step: whether they move all the same."""
 
 
 class Made:
@@ -44,7 +40,7 @@ class Replaced:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._made: weakref.WeakKeyDictionary[Optimizer, Made] = weakref.WeakKeyDictionary()
-        self._idle: list[tuple[list[tuple[ParamInfo, Tensor]], Site | None]] = []
+        self._idle: list[tuple[list[ParamInfo], Site | None]] = []  # of the step that is over
 
     def given(self, optimizer: Optimizer, params: list[Tensor]) -> None:
         made = self._made.setdefault(optimizer, Made())
@@ -74,15 +70,15 @@ class Replaced:
             _settle(self._recorder, self)
 
     def look(self) -> None:
-        self._idle = [([(info, _values(info)) for info in infos], site) for infos, site in self._found()]
+        self._idle = list(self._found())
 
     def settled(self) -> Iterator[tuple[list[ParamInfo], Site | None]]:
-        """What had no optimizer, and did not move since the end of the step."""
+        """What had no optimizer, and has not moved since it was first seen: nobody else steps it, be it an optimizer
+        that was made before the probes came."""
         idle, self._idle = self._idle, []
-        for values, site in idle:
-            infos = [info for info, before in values if torch.equal(before, _values(info))]
-            if infos:
-                yield infos, site
+        for infos, site in idle:
+            if still := [info for info in infos if self._recorder.registry.is_as_begun(info)]:
+                yield still, site
 
     def _found(self) -> Iterator[tuple[list[ParamInfo], Site | None]]:
         """What the model has in the place of an optimizer's parameters that have neither gradient nor state, and that
@@ -122,11 +118,6 @@ def _look(_: Recorder, replaced: Replaced) -> None:
 def _settle(recorder: Recorder, replaced: Replaced) -> None:
     for infos, site in replaced.settled():
         recorder.emit(ReplacedParameters, params=recorder.registry.param_set(infos), site=site)
-
-
-def _values(info: ParamInfo) -> Tensor:
-    local: Tensor = getattr(info.param, "_local_tensor", info.param)
-    return local.detach().flatten()[:MAX_VALUES].cpu().clone()
 
 
 def _params(optimizer: Optimizer) -> Iterator[Tensor]:

@@ -289,6 +289,11 @@ class Registry(Plans):
         )
         self._write(written)
 
+    def is_as_begun(self, info: ParamInfo) -> bool:
+        """Whether a parameter has the values, at sampled positions, with which it was first seen. Reads them on the
+        host."""
+        return first_values(info.param, len(info.positions)) == self._written[info.id].start
+
     def next_round(self) -> None:
         """Another step is recorded: other parameters have their turn."""
         self._round += 1
