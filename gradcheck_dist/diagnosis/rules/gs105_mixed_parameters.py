@@ -142,8 +142,9 @@ def _other_order(facts: StepFacts, rank: int, event: Event) -> str | None:
             one, other = next((one, other) for one, other in zip(mine, theirs, strict=True) if one != other)
             return (
                 f"The wrapper joins parameters in the order in which modules were registered, which is another one on "
-                f"rank {peer}: rank {rank}'s {one} with what is {other} there. It made copies of these when it was "
-                "made, too."
+                f"rank {peer}: rank {rank}'s {one} with what is {other} there."
+                + " DDP makes copies of these when it is made, too."
+                * (event.impl == "ddp")
             )
     return None
 

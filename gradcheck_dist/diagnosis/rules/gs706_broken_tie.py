@@ -2,10 +2,10 @@
 
 ## What it does
 Notes modules that the program gave one parameter (an output head that shares the embedding's matrix) and that hold one
-each when they are trained: with memory of their own, and gradients that each come from its own use alone. torch
-replaces parameters module by module and knows of no ties: `parallelize_module`, `to_empty` of a model from the meta
-device, `load_state_dict(assign=True)`. Where the program itself sets a parameter of its own later, that is meant, and
-where it writes something into these gradients, it may add up what belongs together.
+each when they are trained, with gradients that each come from its own use alone. torch replaces parameters module by
+module and knows of no ties: `parallelize_module`, `to_empty` of a model from the meta device,
+`load_state_dict(assign=True)`. Where the program itself sets a parameter of its own later, that is meant, and where it
+writes something into these gradients, it may add up what belongs together.
 
 ## Why it matters
 Each copy gets a part of the gradient, and an optimizer state of its own. Where they still share memory (a state that
