@@ -288,6 +288,14 @@ class BrokenTie(Event, tag="broken_tie"):
     in_one_memory: bool = False
 
 
+class LeftUnreduced(Event, tag="left_unreduced"):
+    """FSDP2 still holds gradients of `params` that no pass of an earlier step reduced, though an optimizer has stepped
+    since. `over_shards`: they are summed over the ranks of a replica, and wait for the sum over replicas."""
+
+    params: int
+    over_shards: bool = False
+
+
 class ReplacedParameters(Event, tag="replaced_parameters"):
     """`params` are trained, and no optimizer has them: they took the place of what one was made with, at `site`."""
 
@@ -421,6 +429,7 @@ AnyEvent = (
     | NotChecked
     | Recompute
     | BrokenTie
+    | LeftUnreduced
     | ReplacedParameters
     | Metric
     | StepEnd

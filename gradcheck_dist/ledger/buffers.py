@@ -147,7 +147,9 @@ class Stretch:
 class Replay:
     """The history of one parameter on all ranks that hold it. `incomplete`: ranks a reduction needed and had not.
     `unwritten`: by rank, a reduction whose result never came to the gradient, which is no part of the history.
-    `inside`: by rank, the numbers of reductions that an optimizer ran in its own step and whose results were seen."""
+    `inside`: by rank, the numbers of reductions that an optimizer ran in its own step and whose results were seen.
+    `waited`: ranks where a wrapper held what it had not reduced in an earlier step. `waits`: where it does when this
+    one is over."""
 
     basis: Basis
     epsilon: float
@@ -155,6 +157,8 @@ class Replay:
     incomplete: set[int] = field(default_factory=set)
     unwritten: dict[int, Event] = field(default_factory=dict)
     inside: dict[int, frozenset[int]] = field(default_factory=dict)
+    waited: set[int] = field(default_factory=set)
+    waits: set[int] = field(default_factory=set)
     _histories: dict[int, list[Entry]] = field(default_factory=dict)
     _stretches: dict[tuple[int, int], Stretch] = field(default_factory=dict)
     _brought: dict[int, dict[int, list[int]]] = field(default_factory=dict)

@@ -20,6 +20,7 @@ from gradcheck_dist.events import (
     Clip,
     Event,
     GradWrite,
+    LeftUnreduced,
     OptimizerStep,
     Reduce,
     ScaleGrads,
@@ -64,9 +65,13 @@ def replay(data: StepData, tracks: dict[int, Track], basis: Basis) -> Replay:
     reductions = [op for machine in machines.values() for _, _, op in machine.ops if isinstance(op, Reduce)]
     result.epsilon = max([epsilon, *(EPSILON.get(summed_in(event), 0.0) for event in reductions)])
     while True:
-        waiting = {rank: machine.run() for rank, machine in machines.items()}
-        ready = {rank: event for rank, event in waiting.items() if event is not None}
+        stopped = {rank: machine.run() for rank, machine in machines.items()}
+        ready = {rank: event for rank, event in stopped.items() if event is not None}
         if not ready:
+            waiting = ("unsharded", "partial")
+            result.waits = {
+                rank for rank, one in machines.items() if any(one.buffers[name].nominal.any() for name in waiting)
+            }
             return result
         rounds = rounds_of(ready, {rank: machine.summands_on for rank, machine in machines.items()})
         whole = [members for members in rounds if members <= set(ready)]
@@ -182,6 +187,8 @@ class _Machine:
             coefficient = event.coefficient ** (1 + event.repeated.count(self.track.param.id))
             buffer.scale(coefficient)
             buffer.clip *= coefficient
+        elif isinstance(event, LeftUnreduced):
+            return
         elif isinstance(event, ZeroGrad):
             self.emptied = self.emptied + buffer.nominal
             buffer.clear()
@@ -235,19 +242,24 @@ class _Machine:
         """Measure the buffer: which coefficients of its columns does the sample show?"""
         event = next((op for _, _, op in self.ops if isinstance(op, Event) and op.seq == point.seq), None)
         before_sharded_reduce = order == BEFORE_ORDER and isinstance(event, Reduce) and event.impl in SHARDING
-        name = "unsharded" if before_sharded_reduce else "grad"
+        waited = event if isinstance(event, LeftUnreduced) else None
+        name = (
+            "partial" if waited and waited.over_shards else "unsharded" if before_sharded_reduce or waited else "grad"
+        )
         buffer = self.buffers[name]
         entry = self._note(point.seq, order, None, name)
         entry.sampled = True
         first = all(point.seq <= seq for seq, _ in self.track.leaves.values())
-        if order == BEFORE_ORDER and event is None and first:
+        if order == BEFORE_ORDER and (event is None or waited) and first:
             # Before a step's first backward pass: contributions of no step. (Behind it: a reduction that broke off.)
             # What that pass brings has its number, and came later.
             zeros = np.zeros(len(self.basis))
             left = Column(point.values.data, zeros, zeros, 1.0)
             buffer.columns = [left, *buffer.columns]
             buffer.leftover = bool(np.nan_to_num(point.values.data).any())
-            self.left = left if buffer.leftover else None
+            self.left = left if buffer.leftover and not waited else None
+            if waited:
+                self.result.waited.add(self.track.rank)
             entry.observed, entry.stderr, entry.leftover = zeros, zeros, buffer.leftover
             return
         weights, stderr, entry.own, solution = self._measure(point, buffer, entry)

@@ -5,7 +5,8 @@ Finds gradient buffers that were not emptied between two optimizer steps: the ne
 optimizer applies the old gradient once more (all of them, where nothing is ever emptied). Buffers of the trainer's own
 (main_grad, a shard to which reductions are added) are known by what the optimizer reads: this step's gradient, and what
 it read a step before. So it is with an optimizer that evaluates its closure several times a step: each evaluation is to
-replace the one before.
+replace the one before. FSDP2 keeps what it was told not to reduce (set_requires_gradient_sync, set_requires_all_reduce)
+where zero_grad does not reach it, and reduces it in the next step, so that the optimizer reads it too late.
 
 ## Why it matters
 Every step moves along the sum of all gradients since the start or since the last zero_grad: a momentum of 1 that nobody
@@ -18,7 +19,8 @@ asked for. Adam's normalisation keeps the loss going down for a long while.
 
 ## Fix
 Call optimizer.zero_grad() after each optimizer.step(), and for all optimizers and parameters that stepped; in a closure
-before its backward pass.
+before its backward pass. Below FSDP2 let the last backward pass of each step reduce, also where a step has fewer passes
+than others.
 
 ## References
 - torch.optim.Optimizer.zero_grad; PyTorch recipe "Zeroing out gradients in PyTorch".
@@ -78,6 +80,11 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
             explains=lambda finding: _is_sum_of(finding, num),
         )
         return
+    late = [held for held in stale if held.rank in held.replay.waited]
+    if late:
+        if not all(held.rank in held.replay.waits for held in late):  # else this step's last pass is told to be missing
+            yield _late(late, steps[-1] if steps else None)
+        return
     yield Remark(
         answer=Answer(
             explanation=f"When the first backward pass of the step began, .grad of {shown} still held what the "
@@ -90,6 +97,26 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
         ranks=tuple(sorted({rank for held in stale for rank in held.ranks})),
         rank=rank,
         event=steps[-1] if steps else None,
+    )
+
+
+def _late(held: list[Held], step: OptimizerStep | None) -> Remark:
+    """What FSDP2 had not reduced when the optimizer of an earlier step came."""
+    shown = in_short(sorted({one.param[1] for one in held}))
+    return Remark(
+        answer=Answer(
+            explanation=f"When the first backward pass of the step began, FSDP2 still held gradients of {shown} from "
+            "an earlier step, which it had not reduced and which zero_grad() does not reach: they are reduced in this "
+            "step, and the optimizer reads them too late.",
+            fix="Let the last backward pass of every step reduce: set_requires_gradient_sync(True), and with HSDP "
+            "set_requires_all_reduce(True), before it, also where a step has fewer passes than others (the end of an "
+            "epoch).",
+        ),
+        pattern="the gradient of an earlier step is added",
+        params=frozenset(one.param for one in held),
+        ranks=tuple(sorted({rank for one in held for rank in one.ranks})),
+        rank=min(one.rank for one in held),
+        event=step,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Container, Sequence
 from types import NoneType
@@ -91,6 +92,7 @@ class Recorder(Sampler):
         self.discovery: Any = None  # set by the autograd probe
         self.read = ReadGradients()
         self.places = Places(self.registry)
+        self.fsdp_groups: weakref.WeakSet[Any] = weakref.WeakSet()  # FSDP2's groups of parameters, by the fsdp probe
         self.ddp_states: dict[int, Any] = {}  # filled by the ddp probe
         self.armed: set[int] = set()  # wrappers whose next backward reduces
         self.hooked: dict[int, int] = {}  # by wrapper: parameters with a hook of the user's on what was accumulated
@@ -102,6 +104,7 @@ class Recorder(Sampler):
         self.writes: Any = None  # set by the writes probe
         self.ties: Any = None  # set by the ties probe
         self.replaced: Any = None  # set by the replaced probe
+        self.before_first_pass: list[Callable[[], None]] = []  # of probes that look at what an earlier step left
         self.group_names: Any = None  # set by the collectives probe
         self.between_passes = False  # behind a backward pass, and before the optimizer, its clip and the next pass
         self.own_optimizer: Any = None  # set by the own_optimizer probe, while no optimizer of torch's is in use
@@ -398,6 +401,8 @@ class Recorder(Sampler):
             if self.own_optimizer is not None:
                 self.own_optimizer.idles()
             return None
+        for look in self.before_first_pass if self._begun != self.step else ():
+            look()
         self.current = BackwardPass(self.next_seq(), microbatch, stage, caller_site())
         self.between_passes = False
         self.places.pass_changes()

@@ -26,6 +26,7 @@ from gradcheck_dist.probes.parameters.registry import Layout, ParamInfo
 from gradcheck_dist.probes.recording.guard import hooking
 from gradcheck_dist.probes.recording.patching import Patches
 from gradcheck_dist.probes.recording.recorder import Recorder, guarded
+from gradcheck_dist.probes.reductions import left_unreduced
 from gradcheck_dist.probes.reductions.collectives import op_name
 
 _PACKAGE = "torch.distributed.fsdp._fully_shard"
@@ -46,6 +47,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
 
     for name, apply in (("_fsdp_param", on_param), ("_fsdp_param_group", on_group)):
         patches.when_imported(f"{_PACKAGE}.{name}", hooking(recorder, "fsdp", apply))
+    left_unreduced.install(recorder)
     for listeners, listener in ((autograd.WRAPPED_LISTENERS, find_lent), (autograd.ROOT_LISTENERS, hook_lent)):
         listeners.append(listener)
         patches.on_restore(functools.partial(listeners.remove, listener))
@@ -100,6 +102,7 @@ def _watch_post(recorder: Recorder, original: Callable[..., None]) -> Callable[.
         current = recorder.current
         if current is not None:
             current.sync = bool(self.reduce_grads)
+            recorder.fsdp_groups.add(self)
         original(self, *unused)
 
     return post_backward
@@ -206,21 +209,15 @@ def before(
     return seq, known, call
 
 
-def _is_plain(fsdp_param: Any) -> bool:
-    """Whether modules compute with one rank's part of a tensor that others share, and autograd does not know of it
-    (torch 2.15, fully_shard of parameters with spmd_types annotations)."""
-    return getattr(fsdp_param, "is_spmd_types", False)
-
-
 def lies_in(info: ParamInfo, fsdp_param: Any) -> None:
     """Note how a gradient that arrives at what modules compute with lies in the parameter."""
-    if info.arrives_as is None and _is_plain(fsdp_param):
+    if info.arrives_as is None and left_unreduced.is_plain(fsdp_param):
         info.arrives_as = _plain_layout(fsdp_param, fsdp_param._spmd_grad_placements)
 
 
 def before_reduction(fsdp_param: Any) -> Layout | None:
     """How what FSDP is about to reduce lies in the parameter; None where it is all of it."""
-    if _is_plain(fsdp_param):
+    if left_unreduced.is_plain(fsdp_param):
         return _plain_layout(fsdp_param, fsdp_param._unsharded_dtensor_spec.placements)
     unsharded = fsdp_param.unsharded_param
     return Layout.of(unsharded) if hasattr(unsharded, "_local_tensor") else None
