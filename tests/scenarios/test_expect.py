@@ -9,7 +9,7 @@ import pytest
 from sample_reports import finding, first_event, report, weight
 
 from gradcheck_dist.axes import Axes
-from gradcheck_dist.diagnosis.finding import Factor, Report, UnitInfo
+from gradcheck_dist.diagnosis.finding import Candidate, Factor, Report, UnitInfo
 from gradcheck_dist.events import LossGradient
 from gradcheck_dist.scenarios.expect import contributions_without_tokens, mismatch, published
 from gradcheck_dist.scenarios.formula import Formula
@@ -159,6 +159,13 @@ def test_the_name_of_the_factor_is_held_where_the_file_gives_one() -> None:
     assert named
     assert mismatch(expecting(factor=named), report(), CONFIG) == ""
     assert "the factor is called" in mismatch(expecting(factor="1/microbatches"), report(), CONFIG)
+
+
+def test_a_factor_may_have_the_name_of_another_size_that_is_the_same_number() -> None:
+    document = report()
+    document.findings[0].factor.candidates = [Candidate(expression="1/pp", value=0.5)]
+    assert mismatch(expecting(factor="1/pp"), document, CONFIG) == ""
+    assert "the factor is called" in mismatch(expecting(factor="1/tp"), document, CONFIG)
 
 
 def test_a_contribution_without_an_observed_weight_is_a_mismatch() -> None:

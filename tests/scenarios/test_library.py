@@ -72,6 +72,7 @@ def test_a_scenario_is_found_exactly_as_its_file_says(name: str, tmp_path: Path)
     [
         ("ddp-accum", Overrides(nproc=3, accum=2, steps=2, seed=5)),
         ("pp-accum", Overrides(microbatches=4)),
+        ("two-bugs-average-and-no-sync", Overrides(steps=3)),
         ("pp-accum", Overrides(accum=2, steps=2, dtype="bfloat16")),
         ("stale-edge-gradient", Overrides(dtype="bfloat16")),
         pytest.param("ddp-accum", Overrides(nproc=4, accum=4), marks=pytest.mark.library),
