@@ -296,6 +296,19 @@ class LeftUnreduced(Event, tag="left_unreduced"):
     over_shards: bool = False
 
 
+class StaleParameters(Event, tag="stale_parameters"):
+    """A forward pass computed with old values of `params`. FSDP had gathered them before an optimizer stepped:
+    `num_changed` of this rank's elements are others by now (0: none). Or autograd made `node` (names of nodes, with a
+    comma in between) of them before; `in_autocast`: a context of torch.autocast is open. Or an optimizer steps copies
+    (`of_copies`), and they are as they were when they were first seen."""
+
+    params: int
+    num_changed: int | None = None
+    node: str | None = None
+    in_autocast: bool = False
+    of_copies: bool = False
+
+
 class ReplacedParameters(Event, tag="replaced_parameters"):
     """`params` are trained, and no optimizer has them: they took the place of what one was made with, at `site`."""
 
@@ -431,6 +444,7 @@ AnyEvent = (
     | BrokenTie
     | LeftUnreduced
     | ReplacedParameters
+    | StaleParameters
     | Metric
     | StepEnd
     | Replica

@@ -49,6 +49,7 @@ _IN_ORDER = (
     "optimizers.writes",
     "optimizers.own_optimizer",
     "optimizers.ties",
+    "reductions.stale",
     "optimizers.replaced",
     "optimizers.amp",
     "reductions.collectives",

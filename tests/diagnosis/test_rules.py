@@ -55,6 +55,7 @@ ELSEWHERE = {
     "GS705": "diagnosis/test_unshared_batch.py",
     "GS706": "probes/test_ties.py",
     "GS707": "probes/test_replaced_parameters.py",
+    "GS708": "probes/test_stale.py",
     "GS801": "verify",
     "GS802": "probes/test_exchanges.py",
     "GS803": "probes/test_loss_backward.py",

@@ -164,6 +164,8 @@ def stepping(
     seq = recorder.next_seq()
     seen = recorder.sample_grads(seq, BEFORE, infos)
     recorder.read.note(recorder.step, infos)
+    if recorder.stale is not None:
+        recorder.stale.stepping(infos)
     if recorder.current is not None:
         recorder.threads.beside(recorder.current.thread)
     else:

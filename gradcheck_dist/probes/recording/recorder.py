@@ -104,6 +104,8 @@ class Recorder(Sampler):
         self.writes: Any = None  # set by the writes probe
         self.ties: Any = None  # set by the ties probe
         self.replaced: Any = None  # set by the replaced probe
+        self.stale: Any = None  # set by the stale probe
+        self.flats: Any = None  # FSDP1's flat parameters, set by the fsdp1 probe
         self.before_first_pass: list[Callable[[], None]] = []  # of probes that look at what an earlier step left
         self.group_names: Any = None  # set by the collectives probe
         self.between_passes = False  # behind a backward pass, and before the optimizer, its clip and the next pass

@@ -124,7 +124,7 @@ def groups_of(state: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def install(recorder: Recorder, patches: Patches) -> None:
-    flats = Flats(recorder)
+    flats = recorder.flats = Flats(recorder)
 
     def find(recorder: Recorder, root: nn.Module) -> None:
         flats.find(root)

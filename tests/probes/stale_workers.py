@@ -1,0 +1,53 @@
+"""Two ranks of FSDP, whose modules are gathered before the optimizer steps, and behind it."""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from probe_workers import Net, batch, record_each
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+WHERE = ("nowhere", "before the step", "behind the step", "before the step, resharded", "not resharded", "prefetched",
+         "before the step, in both modes")  # fmt: skip
+VARIANTS = tuple(f"{kind}: {where}" for kind in ("fsdp1", "fsdp2") for where in WHERE[:3]) + tuple(
+    f"fsdp2: {where}" for where in WHERE[3:]
+)
+STEPS = 3
+
+
+def run(folder: str) -> None:
+    record_each(folder, VARIANTS, train)
+
+
+def train(variant: str) -> None:
+    torch.manual_seed(0)
+    kind, _, where = variant.partition(": ")
+    net = Net()
+    model = nn.Module()
+    if kind == "fsdp2":
+        fully_shard(net.inner, mesh=init_device_mesh("cpu", (2,)))
+        model = fully_shard(net, mesh=init_device_mesh("cpu", (2,)))
+    else:
+        model = FullyShardedDataParallel(net, use_orig_params=True, device_id=torch.device("cpu"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(STEPS):
+        tokens, labels = batch(dist.get_rank(), step)
+        count = (labels >= 0).sum()
+        dist.all_reduce(count)
+        if where == "not resharded":
+            model.set_reshard_after_backward(False)
+        loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), reduction="sum")
+        (loss * 2 / count).backward()
+        if "before the step" in where:
+            with torch.no_grad():
+                model(tokens)
+        if "resharded" in where and "before" in where:
+            model.reshard()
+        if where == "prefetched":
+            model.unshard()
+        optimizer.step()
+        optimizer.zero_grad()
+        if where == "behind the step" or "both modes" in where:
+            with torch.no_grad():
+                model(tokens)
