@@ -49,6 +49,7 @@ class Expectation:
         parameters: patterns of parameter names (`layers.0.*`); all others have the ratio 1. Without any, all are meant.
         factor: what the engine has to call the factor; None leaves the name free.
         terms: auxiliary loss terms; the ratio is then theirs, and the main loss's weights are right.
+        from_step: the first step that it is found in; those before it are right.
     """
 
     code: str
@@ -58,6 +59,7 @@ class Expectation:
     parameters: tuple[str, ...] = ()
     factor: str | None = None
     terms: tuple[str, ...] = ()
+    from_step: int = 0
 
     def concerns(self, parameter: str) -> bool:
         return not self.parameters or any(fnmatch.fnmatchcase(parameter, pattern) for pattern in self.parameters)
@@ -334,6 +336,8 @@ def _expectation(fields: _Fields) -> Expectation:
     culprit = fields.fields("culprit")
     blamed = ExpectedCulprit(culprit.text("kind"), culprit.text("file"), culprit.text("line"))
     culprit.done()
+    from_step = 0 if (first := fields.raw("from_step")) is None else first
+    fields.check("from_step", from_step, type(from_step) is int and from_step >= 0, "an integer from 0 up")
     expectation = Expectation(
         code,
         fields.text("name"),
@@ -342,6 +346,7 @@ def _expectation(fields: _Fields) -> Expectation:
         fields.text_or_texts("parameters"),
         fields.text_or_none("factor"),
         fields.text_or_texts("terms"),
+        from_step,
     )
     fields.done()
     return expectation

@@ -30,6 +30,7 @@ variants:
       ratio: 1/R                   # observed / expected of every weight, out of R K M S N N_r n_c k m r h and the axes
       # terms: load_balance        # auxiliary loss terms whose ratio it is, where the main loss is right
       # parameters: layers.0.*     # those that it concerns, where it does not concern all
+      # from_step: 1               # the first step that it is found in, where that is not the first of all
       # factor: 1/dp_replicate     # what the factor has to be called
       culprit:                     # kind of the event, end of its file's path, a part of its line
         kind: reduce

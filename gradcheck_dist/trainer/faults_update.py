@@ -69,6 +69,22 @@ def _scale(model: nn.Module, factor: float) -> None:
             parameter.grad.mul_(factor)
 
 
+def gather_behind_clip(model: nn.Module, max_norm: float | None, pipeline_group: dist.ProcessGroup | None) -> float:
+    """Stands in for clip.clip_gradients. Gradients are clipped as they should be."""
+    import torch
+
+    from gradcheck_dist.trainer import clip
+    from gradcheck_dist.trainer.parallelize import fsdp_units
+
+    groups = list(clip.by_mesh(model).values())
+    norm = clip.combined_norm([clip.whole_norm(parameters) for parameters in groups], pipeline_group)
+    for parameters in groups:
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm or float("inf"), norm)
+    for unit in fsdp_units(model):
+        unit.unshard()  # type: ignore[operator]
+    return float(norm)
+
+
 def exhausted_generator(model: nn.Module, max_norm: float | None, pipeline_group: dist.ProcessGroup | None) -> float:
     """Stands in for clip.clip_gradients."""
     import torch
@@ -176,6 +192,13 @@ FAULTS = (
         "the coefficient is 1 although the norm is above max_norm.",
         f"{_CLIP}:clip_gradients",
         exhausted_generator,
+    ),
+    Fault(
+        "gathered-before-step",
+        "FSDP2 gathers parameters for the next forward pass before the optimizer changes its shards, and not again. "
+        "Gradients of the first step are right; later ones are those of the parameters of a step before.",
+        f"{_CLIP}:clip_gradients",
+        gather_behind_clip,
     ),
     Fault(
         "reported-norm-wrong",

@@ -199,6 +199,17 @@ def test_a_finding_must_name_all_steps_that_were_judged() -> None:
     assert "1 of 2 steps have weights" in mismatch(expecting(), report(), config)
 
 
+def test_a_finding_may_begin_behind_the_first_step() -> None:
+    config = TrainConfig(axes=Axes(dp_replicate=2), accum=3, steps=2)
+    weights = [weight(rank, k, ratio) for rank in (0, 1) for k in range(3) for ratio in (1.0, 0.5)]
+    for one in weights[1::2]:
+        one.step = 1
+    late = expecting(from_step=1)
+    assert mismatch(late, report([finding(steps=[1])], weights), config) == ""
+    assert "names the steps [0, 1], not [1]" in mismatch(late, report([finding(steps=[0, 1])], weights), config)
+    assert "of step 0 are off" in mismatch(expecting(), report([finding(steps=[0, 1])], weights), config)
+
+
 def test_the_expectation_is_published_in_the_report() -> None:
     expected = published(expecting())
     assert expected

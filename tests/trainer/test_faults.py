@@ -118,6 +118,7 @@ OTHERS = (
     *("reported-norm-wrong", "validation-scale", "ac-without-rng-state"),
     *("found-inf-not-shared", "overflow-in-first-stage", "scaled-in-flight"),
     *("unscaled-twice", "input-gradients-add-up", "tie-broken-by-tp"),
+    "gathered-before-step",
 )
 """Faults with a test of their own below."""
 
@@ -286,6 +287,21 @@ def test_tied_copies_that_are_not_summed_add_up_to_the_right_gradient() -> None:
     assert min(distance(copy, expected["embedding.weight"]) for copy in copies) > 0.1
     assert_same(first, expected)
     assert_same(last, expected)
+
+
+def test_what_is_gathered_before_the_step_computes_with_what_was_there_before_it() -> None:
+    layout = {"dp_shard": 2, "accum": 1, "steps": 2}
+    (first, late), (_, right), (_, still) = (
+        [step.loss for step in results[0].steps]
+        for results in (
+            faulty("gathered-before-step", **layout, lr=0.1)[1],
+            run(small(**layout, lr=0.1))[1],
+            run(small(**layout, lr=1e-12))[1],
+        )
+    )
+    assert late == pytest.approx(still, rel=1e-5)
+    assert late != pytest.approx(right, rel=1e-2)
+    assert first > 0
 
 
 def test_copies_that_tensor_parallelism_unties_add_up_to_the_right_gradient() -> None:
