@@ -300,13 +300,14 @@ class StaleParameters(Event, tag="stale_parameters"):
     """A forward pass computed with old values of `params`. FSDP had gathered them before an optimizer stepped:
     `num_changed` of this rank's elements are others by now (0: none). Or autograd made `node` (names of nodes, with a
     comma in between) of them before; `in_autocast`: a context of torch.autocast is open. Or an optimizer steps copies
-    (`of_copies`), and they are as they were when they were first seen."""
+    (`of_copies`), or none of this rank steps them (`unmoved`), and they are as they were when they were first seen."""
 
     params: int
     num_changed: int | None = None
     node: str | None = None
     in_autocast: bool = False
     of_copies: bool = False
+    unmoved: bool = False
 
 
 class ReplacedParameters(Event, tag="replaced_parameters"):

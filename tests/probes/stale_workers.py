@@ -13,11 +13,13 @@ WHERE = ("nowhere", "before the step", "behind the step", "before the step, resh
 VARIANTS = tuple(f"{kind}: {where}" for kind in ("fsdp1", "fsdp2") for where in WHERE[:3]) + tuple(
     f"fsdp2: {where}" for where in WHERE[3:]
 )
+OWNERS = ("owners: all sent", "owners: none sent", "owners: one not sent")
 STEPS = 3
 
 
 def run(folder: str) -> None:
     record_each(folder, VARIANTS, train)
+    record_each(folder, OWNERS, step_apart)
 
 
 def train(variant: str) -> None:
@@ -51,3 +53,24 @@ def train(variant: str) -> None:
         if where == "behind the step" or "both modes" in where:
             with torch.no_grad():
                 model(tokens)
+
+
+def step_apart(variant: str) -> None:
+    """Each parameter is stepped by one rank, and sent to the other."""
+    torch.manual_seed(0)
+    net = Net()
+    params = list(net.parameters())
+    optimizer = torch.optim.SGD([param for at, param in enumerate(params) if at % 2 == dist.get_rank()], lr=0.1)
+    lost = {"owners: all sent": [], "owners: none sent": params}.get(variant, params[:1])
+    for step in range(STEPS):
+        tokens, labels = batch(dist.get_rank(), step)
+        count = (labels >= 0).sum()
+        dist.all_reduce(count)
+        (F.cross_entropy(net(tokens).flatten(0, 1), labels.flatten(), reduction="sum") / count).backward()
+        for param in params:
+            dist.all_reduce(param.grad)
+        optimizer.step()
+        for at, param in enumerate(params):
+            if all(param is not other for other in lost):
+                dist.broadcast(param.data, at % 2)
+            param.grad = None

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from stale_workers import VARIANTS
+from stale_workers import OWNERS, VARIANTS
 from torch import Tensor, nn
 
 import gradcheck_dist
@@ -27,7 +27,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
     warm_up()
     folder = tmp_path_factory.mktemp("stale")
     launch("stale_workers:run", (str(folder),), 2, timeout_s=100)
-    return {variant: diagnose_run(folder / variant) for variant in VARIANTS}
+    return {variant: diagnose_run(folder / variant) for variant in (*VARIANTS, *OWNERS)}
 
 
 @pytest.mark.parametrize("variant", WRONG)
@@ -42,6 +42,19 @@ def test_what_was_gathered_before_the_optimizer_stepped_is_found(reports: dict[s
 def test_what_is_gathered_anew_is_clean(reports: dict[str, Report], variant: str) -> None:
     report = reports[variant]
     assert report.verdict == "clean" and not report.coverage.problems, report.findings
+
+
+@pytest.mark.parametrize("variant", OWNERS)
+def test_what_one_rank_steps_is_to_come_to_the_others(reports: dict[str, Report], variant: str) -> None:
+    report = reports[variant]
+    assert not report.reasons and not report.coverage.problems
+    if variant == "owners: all sent":
+        assert report.verdict == "clean", report.findings
+        return
+    (finding,) = report.findings
+    assert finding.code == "GS708" and "Other ranks' optimizers step" in finding.explanation
+    total = report.coverage.parameters_total
+    assert finding.num_parameters == (total if variant == "owners: none sent" else 1)
 
 
 def make_model() -> nn.Sequential:
@@ -106,6 +119,21 @@ def test_what_a_line_makes_of_a_parameter_before_the_loop(tmp_path: Path) -> Non
     (finding,) = findings_of(tmp_path / "run", train)
     assert (finding.code, finding.num_parameters) == ("GS708", 1)
     assert "MulBackward0" in finding.explanation
+
+
+def test_a_view_is_as_new_as_its_parameter_however_old_its_node(tmp_path: Path) -> None:
+    def train() -> None:
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        bias = model[2].bias.view(1, -1)
+        for step in range(STEPS):
+            random = torch.Generator().manual_seed(step)
+            inputs, labels = torch.randn(12, 8, generator=random), torch.randint(CLASSES, (12,), generator=random)
+            F.cross_entropy(model(inputs) + bias, labels).backward(retain_graph=True)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert not findings_of(tmp_path / "run", train)
 
 
 @pytest.mark.parametrize("reads", ["both", "its own"])

@@ -67,7 +67,7 @@ FROZEN = {
     "recompute": "params seq t_ns step site",
     "replaced_parameters": "params seq t_ns step site",
     "broken_tie": "params in_one_memory seq t_ns step site",
-    "stale_parameters": "params num_changed node in_autocast of_copies seq t_ns step site",
+    "stale_parameters": "params num_changed node in_autocast of_copies unmoved seq t_ns step site",
     "left_unreduced": "params over_shards seq t_ns step site",
     "metric": "name value seq t_ns step site",
     "step_end": "duration_s probe_s num_events num_rows num_norms num_passes num_before seq t_ns step site",

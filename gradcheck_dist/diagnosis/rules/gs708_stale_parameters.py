@@ -7,7 +7,7 @@ backward and the step (by a forward pass without a backward pass, by `unshard()`
 (`set_reshard_after_backward(False)`). Notes as well what autograd made of parameters in an earlier step and a loss goes
 backward through again: the casts that torch.autocast keeps while its outermost context is open (around the training
 loop, say), and what a line computes of parameters before the loop. And parameters that are what they were at the start
-after two steps of an optimizer that has copies of them (float32 ones, a shard).
+after two steps of an optimizer that has copies of them (float32 ones, a shard), or of another rank's that has them.
 
 ## Why it matters
 The gradient is that of other parameters than those that are stepped: of those of a step before, or of the initial ones
@@ -27,7 +27,7 @@ Open the context for each forward pass, and leave it before the optimizer's step
             loss = loss_of(batch)
 
 With FSDP2 call `model.reshard()` in front of the optimizer's step, or run what gathers behind it. Where an optimizer
-has copies, copy its values back behind each step.
+has copies, copy its values back behind each step, and where each rank steps some parameters, broadcast them.
 
 ## References
 - torch/amp/autocast_mode.py, `autocast.__exit__` (the cache is cleared with the outermost context).
@@ -42,7 +42,7 @@ from collections.abc import Iterator
 from gradcheck_dist.diagnosis.answer import Answer
 from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
 from gradcheck_dist.diagnosis.words import in_short
-from gradcheck_dist.events import OptimizerStep, StaleParameters
+from gradcheck_dist.events import OptimizerStep, Reduce, StaleParameters
 from gradcheck_dist.ledger.tracks import ParamKey
 
 CODE = "GS708"
@@ -58,19 +58,28 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
     found = [
         (rank, event, params)
         for rank, event in _events(facts)
-        if (params := facts.params_in(rank, event.params) & _read_on(facts, rank))
+        if (params := facts.params_in(rank, event.params) & _stepped(facts, rank, event))
     ]
     for kind in dict.fromkeys(_kind(event) for _, event, _ in found):
         yield _remark([one for one in found if _kind(one[1]) == kind])
 
 
-def _kind(event: StaleParameters) -> tuple[bool, bool]:
-    return event.of_copies, event.node is not None
+def _kind(event: StaleParameters) -> tuple[bool, bool, bool]:
+    return event.of_copies, event.unmoved, event.node is not None
+
+
+def _stepped(facts: StepFacts, rank: int, event: StaleParameters) -> set[ParamKey]:
+    """What optimizers of this step changed: others' gradients come to nothing. What none of this rank's has is trained
+    here all the same, and stepped by another rank that reduces its gradient with this one."""
+    if not event.unmoved:
+        return _read_on(facts, rank)
+    trained = facts.trained_on([rank])
+    partners = {peer for other in facts.data.events[rank] if isinstance(other, Reduce) for peer in other.group}
+    return {param for peer in partners - {rank} for param in _read_on(facts, peer)} & trained
 
 
 def _read_on(facts: StepFacts, rank: int) -> set[ParamKey]:
-    """Whose gradients optimizers of this step read: others' come to nothing."""
-    steps = [event for event in facts.data.events[rank] if isinstance(event, OptimizerStep)]
+    steps = [event for event in facts.data.events.get(rank, ()) if isinstance(event, OptimizerStep)]
     return {param for step in steps for param in facts.params_in(rank, step.params)}
 
 
@@ -95,6 +104,14 @@ def _answer(event: StaleParameters, shown: str) -> Answer:
             "that it had when training began: nothing has brought the new ones back.",
             fix="Copy what the optimizer stepped into the model's parameters behind each optimizer.step(), under "
             "torch.no_grad(), or all-gather it where ranks hold parts.",
+        )
+    if event.unmoved:
+        return Answer(
+            explanation=f"Other ranks' optimizers step {shown}, this rank's does not, and its values still are those "
+            "that training began with: nothing has brought the new ones. From the second step on, ranks compute with "
+            "models of their own.",
+            fix="Broadcast each parameter from the rank that steps it, or all-gather the parts, behind each "
+            "optimizer.step().",
         )
     if event.node is None:
         return Answer(

@@ -22,12 +22,15 @@ from torch import Tensor
 
 from gradcheck_dist.events import Site, StaleParameters
 from gradcheck_dist.probes.backward import autograd
+from gradcheck_dist.probes.backward.graph_leaves import name_of
 from gradcheck_dist.probes.backward.roots import Root
 from gradcheck_dist.probes.parameters.plans import ParamInfo
+from gradcheck_dist.probes.parameters.registry import originals
 from gradcheck_dist.probes.recording.guard import hooking
 from gradcheck_dist.probes.recording.patching import Patches
 from gradcheck_dist.probes.recording.recorder import BackwardPass, Recorder, guarded
 from gradcheck_dist.probes.recording.sites import caller_site
+from gradcheck_dist.probes.recording.world import several_ranks
 
 FSDP1, FSDP2 = "torch.distributed.fsdp._flat_param", "torch.distributed.fsdp._fully_shard._fsdp_param_group"
 WALKS = 2
@@ -37,6 +40,11 @@ DELAY = 2
 it."""
 MANY = 20_000
 """Nodes of a graph, beyond which it is not looked at any further."""
+COMPUTED = {"ToCopy", "Clone", "Mul", "Div", "Add", "Sub", "Rsub", "Neg", "Pow", "Exp", "Log", "Sqrt", "Rsqrt", "Abs",
+            "Sum", "Mean", "LinalgVectorNorm", "Norm", "Mm", "Addmm", "Bmm", "Cat", "Stack", "Tanh", "Sigmoid",
+            "Softplus", "Softmax", "WeightNormInterface"}  # fmt: skip
+"""Nodes of what holds values of its own. A view is as new as its parameter, however old its node (a DTensor that is
+made of a local tensor once)."""
 _MADE_IN = "gradcheck: made in step"
 
 
@@ -53,14 +61,21 @@ class Stale:
         self._stepped_over: weakref.WeakSet[Any] = weakref.WeakSet()  # FSDP2's groups and FSDP1's handles
         self._found: list[tuple[list[ParamInfo], int | Tensor, Site | None]] = []  # of the step that begins
         self._walked: list[int] = []  # steps
-        self._copies: dict[
-            int, tuple[ParamInfo, set[int]]
-        ] = {}  # what optimizers step in their place, and in which steps
+        self._copies: dict[int, tuple[ParamInfo, set[int]]] = {}  # what is stepped in their place, and in which steps
+        self._stepped_at: Site | None = None
+        self._steps: set[int] = set()
+        self._stepped: set[int] = set()  # ids of parameters, copies or not
 
     def stepping(self, infos: list[ParamInfo]) -> None:
         """An optimizer is about to change these parameters, or copies of parameters."""
+        _stepping(self._recorder, self, infos)
+
+    def note(self, infos: list[ParamInfo]) -> None:
+        if len(self._steps) < DELAY:
+            self._stepped_at = caller_site()
+        self._steps.add(self._recorder.step)
+        self._stepped.update(original.id for info in infos for original in originals(info))
         if copies := [info for info in infos if info.id < 0]:
-            self._copies_at = caller_site()
             for info in copies:
                 self._copies.setdefault(info.id, (info, set()))[1].add(self._recorder.step)
         groups = [one for one in self._recorder.fsdp_groups if _is_unsharded(one)]
@@ -119,7 +134,10 @@ class Stale:
         self._found.clear()
         if idle := sorted({info.id: info for info in self._idle()}.items()):
             params = self._recorder.registry.param_set([info for _, info in idle])
-            self._recorder.emit(StaleParameters, params=params, of_copies=True, site=self._copies_at)
+            self._recorder.emit(StaleParameters, params=params, of_copies=True, site=self._stepped_at)
+        if len(self._steps) == DELAY and several_ranks() and (unmoved := list(self._unmoved())):
+            params = self._recorder.registry.param_set(unmoved)
+            self._recorder.emit(StaleParameters, params=params, unmoved=True, site=self._stepped_at)
 
     def _idle(self) -> Iterator[ParamInfo]:
         """What is as it was when it was first seen, while an optimizer has stepped a copy of it. On an accelerator
@@ -134,6 +152,15 @@ class Stale:
                     if self._recorder.registry.is_as_begun(info) and bool(((held != now) & (now == now)).any()):
                         yield info
 
+    def _unmoved(self) -> Iterator[ParamInfo]:
+        """What no optimizer of this rank has, and is as it was when it was first seen: other ranks may step it."""
+        for info in self._recorder.registry.infos():
+            is_known = info.id in self._stepped or info.managed_by is not None
+            if is_known or not (info.param.requires_grad and _is_plain(info.param)):
+                continue
+            if self._recorder.registry.is_as_begun(info):
+                yield info
+
     def walk(self, roots: list[Root], site: Site | None) -> None:
         """Look at what autograd made of parameters in a step's first pass."""
         recorder = self._recorder
@@ -146,7 +173,13 @@ class Stale:
         old: dict[int, tuple[ParamInfo, str]] = {}
         for node, leaf in _uses([root.grad_fn for root in roots if root.grad_fn is not None]):
             info = recorder.registry.find(leaf)
-            if node.metadata.setdefault(_MADE_IN, recorder.step) != recorder.step and info and info.id in stepped:
+            is_old = node.metadata.setdefault(_MADE_IN, recorder.step) != recorder.step
+            if (
+                is_old
+                and info is not None
+                and info.id in stepped
+                and name_of(node).removesuffix("Backward") in COMPUTED
+            ):
                 old[info.id] = info, node.name()
         for root in roots:
             if root.grad_fn is not None:
@@ -231,6 +264,11 @@ def _watch_unshard(recorder: Recorder, stale: Stale, original: Callable[..., Non
         original(self)
 
     return unshard
+
+
+@guarded("stale")
+def _stepping(_: Recorder, stale: Stale, infos: list[ParamInfo]) -> None:
+    stale.note(infos)
 
 
 @guarded("stale")
