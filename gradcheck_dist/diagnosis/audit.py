@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
@@ -20,7 +20,12 @@ class Audited:
     finding: Finding
     effect: Effect | None
     params: frozenset[ParamKey]
-    explains: Callable[[Finding], bool]
+    remark: Remark
+
+    def explains(self, finding: Finding) -> bool:
+        """Whether a finding is a consequence of this one."""
+        scaled = finding.code in self.remark.rescales and set(finding.units) <= set(self.finding.units)
+        return scaled or self.remark.explains(finding)
 
 
 def audit(facts: StepFacts, units: dict[ParamKey, str]) -> list[Audited]:
@@ -45,7 +50,7 @@ def audit(facts: StepFacts, units: dict[ParamKey, str]) -> list[Audited]:
                 suggested_experiment=remark.answer.suggested_experiment,
                 steps=[facts.context.step],
             )
-            found.append(Audited(finding, remark.effect, remark.params, remark.explains))
+            found.append(Audited(finding, remark.effect, remark.params, remark))
     return found
 
 

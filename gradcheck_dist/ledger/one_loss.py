@@ -9,6 +9,7 @@ import numpy as np
 
 from gradcheck_dist.events import GATHERED, Event, Reduce, RootValue
 from gradcheck_dist.ledger.moved import plain_name
+from gradcheck_dist.ledger.repeated_batches import batches_given, exchange
 from gradcheck_dist.ledger.tracks import StepData, Track
 
 NOBODY = -1
@@ -22,14 +23,33 @@ def with_one_loss(data: StepData) -> set[tuple[int, int]]:
     elements of a DTensor, that the other does not: batches of their own give other losses. Whole numbers alone tell
     nothing. Ranks that reduce gradients besides may have batches of their own and a loss on all of these (a contrastive
     one), unless these are of vectors alone (norms under sequence parallelism), or some matrix got one gradient on both
-    without it."""
+    without it. Nor have ranks that are given one batch and combine activations, also where their shards have one name
+    and shape."""
     began = {rank: _began_at(events) for rank, events in data.events.items()}
     told = sorted(rank for rank, roots in began.items() if not all(value.is_integer() for _, value in roots))
     return {
         (one, other)
         for one, other in combinations(told, 2)
-        if began[one] == began[other] and _hold_parts(data, one, other) and not _reduce_together(data, one, other)
+        if began[one] == began[other]
+        and (_hold_parts(data, one, other) or _hold_other_values(data, one, other))
+        and (not _reduce_together(data, one, other) or _work_on_one_batch(data, one, other))
     }
+
+
+def _work_on_one_batch(data: StepData, one: int, other: int) -> bool:
+    """Whether both ranks' models were given the same in every pass, and activations go between the two."""
+    given = batches_given(data, one)
+    return bool(given) and given == batches_given(data, other) and exchange(data, one, other)
+
+
+def _hold_other_values(data: StepData, one: int, other: int) -> bool:
+    """Whether the two ranks began with other values of a matrix of one name and shape."""
+    both = [of_rank for of_rank in data.tracks.values() if one in of_rank and other in of_rank]
+    matrices = [(of_rank[one].begun, of_rank[other].begun) for of_rank in both if len(of_rank[one].param.shape) > 1]
+    return any(
+        mine is not None and theirs is not None and not np.array_equal(mine, theirs, equal_nan=True)
+        for mine, theirs in matrices
+    )
 
 
 def _began_at(events: Sequence[Event]) -> list[tuple[tuple[int, int], float]]:

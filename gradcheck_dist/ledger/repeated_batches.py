@@ -53,7 +53,7 @@ def batches_given(data: StepData, rank: int) -> tuple[object, ...]:
 def _repeats(data: StepData, one: int, other: int) -> bool:
     held = [of_rank for of_rank in data.tracks.values() if one in of_rank or other in of_rank]
     trained = [of_rank for of_rank in held if any(of_rank[rank].leaves for rank in (one, other) if rank in of_rank)]
-    if not trained or loss_values(data, one) != loss_values(data, other) or _exchange(data, one, other):
+    if not trained or loss_values(data, one) != loss_values(data, other) or exchange(data, one, other):
         return False
     reduced, sharded = reduced_over(data, one, other), reduced_over(data, one, other, SHARDING)
     return all(
@@ -77,7 +77,7 @@ def same_gradients(mine: Track, theirs: Track) -> bool:
     return sizes > 0
 
 
-def _exchange(data: StepData, one: int, other: int) -> bool:
+def exchange(data: StepData, one: int, other: int) -> bool:
     """Whether activations go from one of the ranks to the other."""
     events = (event for rank in (one, other) for event in data.events[rank])
     return any(isinstance(event, Exchange) and {one, other} <= set(event.group) for event in events)

@@ -87,7 +87,8 @@ class StepFacts:
 @dataclass(frozen=True)
 class Remark:
     """What a rule found in a step: its words, a factor where there is one, whom it concerns, and the culprit event.
-    `explains` tells which findings of the weights are consequences of it, and no causes of their own."""
+    `explains` tells which findings of the weights are consequences of it, and no causes of their own; so are those of
+    the `rescales` codes that concern none but its parameters."""
 
     answer: Answer
     pattern: str
@@ -98,3 +99,4 @@ class Remark:
     factor: Factor = field(default_factory=lambda: Factor(observed=None))
     effect: Effect | None = None
     explains: Callable[[Finding], bool] = lambda finding: False
+    rescales: frozenset[str] = frozenset()

@@ -39,6 +39,7 @@ from gradcheck_dist.diagnosis.weights.factors import name_number
 from gradcheck_dist.diagnosis.weights.patterns import Pattern
 from gradcheck_dist.diagnosis.words import in_short, that_write
 from gradcheck_dist.events import DATA_PARALLEL, SHARDING, AmpUnscale, Backward, GradWrite, Reduce
+from gradcheck_dist.ledger.reductions import nominal_factor
 
 CODE = "GS000"
 NAME = "unexplained-scale"
@@ -54,6 +55,7 @@ ONCE_A_STEP = (
     "backward pass."
 )
 DROP_IT = "Drop it, or let the loss carry its inverse; if it is meant, declare the objective that it serves."
+DROP_IT_HERE = "Drop it for these parameters: the loss is that of others as well."
 
 
 def triggered(context: StepContext) -> bool:
@@ -117,11 +119,20 @@ def _number(case: Case, right: float) -> str:
     quantities, tolerance = case.context.quantities, max(EXACT, 2 * case.pattern.tolerance)
     named = name_number(right, quantities, tolerance, max_factors=2)
     name = f" = {named[0].expression}" if named and named[0].powers else ""
-    fix = f"Let it multiply by {right:.6g}{name}, by which the weights come right, or change the loss's constant."
+    fix = f"Let it multiply by {right:.6g}{name}, by which the weights come right"
+    fix += ", or change the loss's constant." if case.everywhere else "."
     counted = 1 / case.culprit.write.factor if case.culprit.write is not None and case.culprit.write.factor else 0.0
     if TOKENS in name and counted > 2 and abs(counted - round(counted)) <= tolerance * counted:
         fix += f" Look what was counted as {round(counted)}: padding, or a batch that was skipped."
     return fix
+
+
+def _lacking_divisor(case: Case) -> float | None:
+    """What a reduction that averages divides other gradients by, where these are too large by just that number."""
+    event = case.culprit.missing
+    if not isinstance(event, Reduce) or case.pattern.kind != "uniform" or not 0 < (by := nominal_factor(event)) < 1:
+        return None
+    return 1 / by if abs(case.pattern.factor * by - 1) <= max(1e-3, 2 * case.pattern.tolerance) else None
 
 
 def _up_to_backward(case: Case) -> str:
@@ -149,7 +160,7 @@ def judge(case: Case) -> Answer:
         fix = LOOK_BETWEEN if not culprit.lines else f"Look at what {in_short(culprit.lines)} does to .grad."
         if culprit.write is not None:
             where = f"This line writes to .grad where it lies ({factor}): no probe, no objective asks for it."
-            fix = DROP_IT
+            fix = DROP_IT if case.everywhere else DROP_IT_HERE
             right = (culprit.write.factor or 0.0) / case.pattern.factor if makes_up(culprit, case.pattern) else 1.0
             if is_all(culprit, case.pattern):
                 where += " Without it the weights would be right."
@@ -195,6 +206,11 @@ def judge(case: Case) -> Answer:
             line = f" at {site.short}" if site is not None else ""
             kind = culprit.missing.__struct_config__.tag
             where += f" Other gradients went through the {kind} event{line}; these did not."
+        if (divisor := _lacking_divisor(case)) is not None:
+            fix = (
+                f"Divide these gradients by {divisor:g}, too, behind the last backward pass: that reduction divides "
+                "the others by it, and the loss that they share is made for that."
+            )
     else:
         measured = f"{culprit.factor:.6g}" if culprit.factor is not None else "an unknown factor"
         documented = f" (documented: {culprit.nominal:.6g})" if culprit.nominal is not None else ""

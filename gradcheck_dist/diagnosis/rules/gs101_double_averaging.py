@@ -94,10 +94,11 @@ def judge(case: Case) -> Answer | None:
         if event.impl == GATHERED
         else "op=ReduceOp.SUM"
     )
+    undone_by = ("R", "the average") if averages else (divisor, "the division")
+    or_loss = _or_loss(case, divisor, *undone_by)
     return Answer(
         explanation=f"{_loss(case)}, and {wrapper} then {does} ranks: the gradient is {name} of {_whose(case)}.",
-        fix=f"Use {sum_instead}, or multiply the loss by {divisor} (c = {'R' if averages else divisor}/N) so that the "
-        f"{'average' if averages else 'division'} undoes it.",
+        fix=f"Use {sum_instead}{or_loss}.",
     )
 
 
@@ -122,8 +123,7 @@ def _averaged_summands(case: Case) -> Answer | None:
     return Answer(
         explanation=f"{_loss(case)}, and the gradients are declared to be averaged over {size} ranks "
         f'(Partial("avg")), which whoever reads them does: they are 1/{size} of {_whose(case)}.',
-        fix=f'Declare summands, to_local(grad_placements=[Partial("sum")]), or multiply the loss by {size} (c = R/N) '
-        "so that the average undoes it.",
+        fix=f'Declare summands, to_local(grad_placements=[Partial("sum")]){_or_loss(case, size, by="the average")}.',
     )
 
 
@@ -135,7 +135,7 @@ def _unseen(case: Case) -> Answer | None:
     return Answer(
         explanation=f"{_loss(case)}, and between these two lines, by nothing recorded, gradients are averaged over "
         f"{size} ranks: they are 1/{size} of {_whose(case)}.",
-        fix=f"Add them up without dividing by {size}, or multiply the loss by {size} (c = R/N) so that it undoes it.",
+        fix=f"Add them up without dividing by {size}{_or_loss(case, size)}.",
     )
 
 
@@ -151,7 +151,7 @@ def _in_hook(case: Case, event: Reduce) -> Answer | None:
     return Answer(
         explanation=f"{_loss(case)}, and the communication hook {event.hook} then averages over {size} ranks: the "
         f"gradient is {case.names[0].expression if case.names else f'1/{size}'} of {_whose(case)}.",
-        fix=f"Let the hook return the sum, or multiply the loss by {size} (c = R/N) so that its average undoes it.",
+        fix=f"Let the hook return the sum{_or_loss(case, size, by='its average')}.",
     )
 
 
@@ -179,7 +179,7 @@ def _in_front(case: Case, event: Reduce) -> Answer | None:
     return Answer(
         explanation=f"{_loss(case)}, and the backward pass (a hook in it) then divides by {size} what is summed over "
         f"{size} ranks: the gradient is {name} of {_whose(case)}.",
-        fix=f"Drop this division, or multiply the loss by {size} (c = R/N) so that it undoes it.",
+        fix=f"Drop this division{_or_loss(case, size)}.",
     )
 
 
@@ -203,8 +203,15 @@ def _by_hand(case: Case, event: Reduce) -> Answer | None:
     return Answer(
         explanation=f"{_loss(case)}, and this line divides the sum over {size} ranks by {size} as well: the gradient "
         f"is {name} of {_whose(case)}.",
-        fix=f"Drop this division, or multiply the loss by {size} (c = R/N) so that it undoes it.",
+        fix=f"Drop this division{_or_loss(case, size)}.",
     )
+
+
+def _or_loss(case: Case, size: object, constant: object = "R", by: str = "it") -> str:
+    """The other way out, by the loss: none where other parameters, which the same loss reaches, are right."""
+    if not case.everywhere:
+        return ""
+    return f", or multiply the loss by {size} (c = {constant}/N) so that {by} undoes it"
 
 
 def _loss(case: Case) -> str:

@@ -49,7 +49,7 @@ from gradcheck_dist.diagnosis.open_cases.parted_heads import undoing_gathers
 from gradcheck_dist.diagnosis.weights.cells import Cell, Held, weighs_nothing
 from gradcheck_dist.diagnosis.weights.context import StepContext
 from gradcheck_dist.events import AFTER, BEFORE, DATA_PARALLEL, OWN_OPTIMIZER, Backward, Event, OptimizerStep, Reduce
-from gradcheck_dist.ledger.reductions import is_partial
+from gradcheck_dist.ledger.reductions import is_partial, nominal_factor
 from gradcheck_dist.ledger.tracks import ParamKey, Track
 from gradcheck_dist.wording import numbered, plural
 
@@ -104,9 +104,12 @@ def judge(case: Case) -> Answer | None:
     reduced = any(not is_alone(event) for held in case.held for event in _reductions(held))
     what = "no reduction over these ranks" if any(map(_reductions, case.held)) else "no reduction"
     apart = (
-        " No gradient was reduced at all: where ranks are meant to train apart and average their parameters every few "
-        "steps (local SGD, DiLoCo), that is right."
-        if case.everywhere and not reduced and all(abs(cell.ratio) <= max(1e-3, cell.margin) for cell in others)
+        " No gradient was reduced in this step: where ranks are meant to train apart and average their parameters "
+        "every few steps (local SGD, DiLoCo), that is right."
+        if case.everywhere
+        and not reduced
+        and case.pattern.factor
+        and all(abs(cell.ratio) <= max(1e-3, cell.margin) for cell in others)
         else " They began with the same values on these ranks, as copies do; heads or experts of one rank alone begin "
         "with values of their own."
         if not case.everywhere and not reduced
@@ -148,18 +151,25 @@ def judge(case: Case) -> Answer | None:
             "rank's own gradient below DDP (below FSDP2 they see what is reduced).",
             culprit=replace(case.culprit, kind="optimizer_step", event=ahead),
         )
-    lacking = _other_group(case, {cell.key[0] for cell in foreign}) if reduced else None
-    beside = _beside(case) if not reduced and not case.whole else None
+    whole = reduced and all(map(_reductions, case.held))
+    lacking = _other_group(case, {cell.key[0] for cell in foreign}) if whole else None
+    beside = _beside(case) if not whole and not case.whole else None
     text = case.pattern.text
     text = f"Weights are {text}" if text.startswith("x ") else f"{text[0].upper()}{text[1:]}"
     by = f" by {case.skipped:.6g}" if case.skipped is not None else ""
     besides = f" What reduces other gradients also multiplies them{by}; these are left as they were." * bool(case.whole)
+    at = _last_reduction(case) if lacking else beside
+    others_of = (
+        "Contributions of ranks that the reduction leaves out"
+        if lacking
+        else f"Other ranks' contributions{f' {which}'.rstrip()}"
+    )
     others_are = f", and {beside.site.short} reduces other gradients" if beside and beside.site else ""
     return Answer(
-        explanation=f"Other ranks' contributions {which}never reach this gradient: {what} followed the last "
+        explanation=f"{others_of} never reach this gradient: {what} followed the last "
         f"backward{why}{others_are}. {text}.{besides}{apart}{lacking or ''}",
         fix=_mended(case, lacking, beside),
-        culprit=None if beside is None else replace(case.culprit, kind="reduce", event=beside),
+        culprit=None if at is None else replace(case.culprit, kind="reduce", event=at),
     )
 
 
@@ -182,7 +192,7 @@ def _mended(case: Case, lacking: str | None, beside: Reduce | None) -> str:
     if lacking:
         return (
             "Reduce over all ranks that hold this parameter and evaluate other tokens: the group of this reduction "
-            "lacks an axis (data, context or expert-data parallel)."
+            f"lacks an axis (data, context or expert-data parallel).{_too_few_divide(case)}"
         )
     if case.whole:
         return "Do to these parameters' gradients what your code does to the others: reduce them and scale them alike."
@@ -226,6 +236,22 @@ def _mended(case: Case, lacking: str | None, beside: Reduce | None) -> str:
         "replicate: set_requires_gradient_sync(True)), and compute gradients through the wrapped module, of all its "
         "parameters or with find_unused_parameters."
     )
+
+
+def _too_few_divide(case: Case) -> str:
+    """What a division behind a reduction over too few ranks still is, once it is over all of them."""
+    event, factor = _last_reduction(case), case.pattern.factor
+    if event is None or abs(nominal_factor(event) - 1) > 1e-6 or abs(factor - 1) <= max(1e-3, case.pattern.tolerance):
+        return ""
+    return (
+        f" What arrives weighs x {factor:.6g} of what it should: what divides behind it has to count all of them, too."
+    )
+
+
+def _last_reduction(case: Case) -> Reduce | None:
+    """The last reduction of these gradients on the rank that is told."""
+    found = [event for held in case.held if held.rank == case.culprit.rank for event in _reductions(held)[-1:]]
+    return max(found, key=lambda event: event.seq, default=None)
 
 
 def _left_out(case: Case) -> Answer | None:
@@ -313,8 +339,7 @@ def _holders(case: Case) -> set[frozenset[int]]:
 
 def _too_early(case: Case) -> Reduce | None:
     """The program's own reduction of these gradients that the last pass follows; None where there is none."""
-    found = [event for held in case.held if held.rank == case.culprit.rank for event in _reductions(held)[-1:]]
-    reduced = max(found, key=lambda event: event.seq, default=None)
+    reduced = _last_reduction(case)
     if reduced is None or reduced.impl in DATA_PARALLEL or not isinstance(case.event, Backward):
         return None
     return reduced if reduced.seq < case.event.seq else None

@@ -43,6 +43,8 @@ from gradcheck_dist.wording import numbered, plural
 CODE = "GS105"
 NAME = "mixed-parameters"
 UNREDUCED = "GS103"
+SCALED = frozenset({"GS000", "GS101", "GS102", "GS104", "GS303"})
+"""Rules that tell a number by which weights are off: what is mixed has no right one."""
 SAME_FACTOR = 1e-3
 """Relative; counted again is counted a whole number of times."""
 
@@ -123,6 +125,7 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
         rank=rank,
         event=event,
         explains=follows,
+        rescales=SCALED,
     )
 
 

@@ -6,6 +6,7 @@ it is told in numbers and never renamed into something known.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -244,8 +245,23 @@ def _zeroed(samples: list[Sample], context: StepContext) -> Pattern | None:
         which = f"contributions of {numbered('data rank', ranks)}"
     if all(s.key[0] != s.holder_data_rank for s in gone):
         of = numbered("accumulation step", sorted({s.key[1] for s in gone}))
-        which = f"other ranks' contributions of {of}"
+        which = _of_other_ranks(samples) or f"other ranks' contributions of {of}"
     return Pattern("zeroed", f"{which} x 0, the rest x {factor:.6g}", factor, tolerance=tolerance_of(samples))
+
+
+def _of_other_ranks(samples: list[Sample]) -> str | None:
+    """Of how many other ranks all contributions are gone, where that is the same for all holders; None where it is
+    not, or some of a rank's contributions are there."""
+    of: dict[int, dict[int, set[bool]]] = defaultdict(lambda: defaultdict(set))
+    for s in samples:
+        if s.key[0] != s.holder_data_rank:
+            of[s.holder][s.key[0]].add(s.gone)
+    found = {(sum(True in gone for gone in ranks.values()), len(ranks)) for ranks in of.values()}
+    whole = all(len(gone) == 1 for ranks in of.values() for gone in ranks.values())
+    if not whole or len(found) != 1:
+        return None
+    some, every = found.pop()
+    return f"{some} of {every} other ranks' contributions" if some < every else "other ranks' contributions"
 
 
 def _other(samples: list[Sample]) -> Pattern:

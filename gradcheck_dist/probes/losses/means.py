@@ -36,6 +36,7 @@ from gradcheck_dist.probes.losses.reductions import (
 )
 from gradcheck_dist.probes.losses.sequences import sequences
 from gradcheck_dist.probes.recording.backward_pass import ReducedTerm
+from gradcheck_dist.probes.recording.branches import Calls, of_one_loop
 from gradcheck_dist.probes.recording.recorder import BackwardPass, Recorder, kept_away
 from gradcheck_dist.probes.recording.sites import calls
 
@@ -44,17 +45,17 @@ HALF = 0.5
 
 class _Passes:
     """`closed_at`: the sequence number of autograd nodes when the last pass was over; what is older was computed before
-    it. `begin` tells whence the last pass of the step was called, None before its first."""
+    it. `begin` tells whether the last pass of the step, if there was one, was called from the same place."""
 
     def __init__(self) -> None:
         self.closed_at = 0
         self._step = -1
-        self._calls: int | None = None
+        self._calls: Calls = []
 
-    def begin(self, step: int, here: int) -> int | None:
-        before = self._calls if self._step == step else None
+    def begin(self, step: int, here: Calls) -> bool:
+        is_of_loop = self._step != step or of_one_loop(self._calls, here)
         self._step, self._calls = step, here
-        return before
+        return is_of_loop
 
 
 class Passes:
@@ -68,12 +69,11 @@ class Passes:
         """Whether a pass is called from where the one before it in this step was, and when that one was over."""
         here = calls()
         if recorder.in_pipeline:  # whose microbatches are no tasks, though some schedules run all forwards first
-            return self._accumulating.begin(recorder.step, here) in (None, here), 0
-        before = self._every.begin(recorder.step, here)
+            return self._accumulating.begin(recorder.step, here), 0
+        is_of_loop = self._every.begin(recorder.step, here)
         if current.returned:
-            return before in (None, here), self._every.closed_at
-        before = self._accumulating.begin(recorder.step, here)
-        return before in (None, here), self._accumulating.closed_at
+            return is_of_loop, self._every.closed_at
+        return self._accumulating.begin(recorder.step, here), self._accumulating.closed_at
 
     def close(self, current: BackwardPass) -> None:
         for passes in (self._every,) if current.returned else (self._every, self._accumulating):

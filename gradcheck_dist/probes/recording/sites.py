@@ -80,16 +80,16 @@ def place_of(code: CodeType, offset: int) -> tuple[int | None, ...]:
     return next(itertools.islice(code.co_positions(), max(offset, 0) // 2, None), ())
 
 
-def calls() -> int:
-    """Equal for passes of one loop: from which place of which function each of the user's and of its libraries' calls
-    that are under way was made. Two calls on one line are two places."""
+def calls() -> list[tuple[CodeType, tuple[int | None, ...]]]:
+    """From which place of which function each of the user's and of its libraries' calls that are under way was made.
+    Two calls on one line are two places."""
     found = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if not _is_foreign(frame.f_code.co_filename):
             found.append((frame.f_code, place_of(frame.f_code, frame.f_lasti)))
         frame = frame.f_back
-    return hash(tuple(found))
+    return found
 
 
 def site_in(stack_trace: str) -> Site | None:
