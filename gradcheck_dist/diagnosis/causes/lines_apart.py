@@ -52,10 +52,11 @@ def lines_apart(data: StepData, blamed: Blame) -> list[Blame]:
 def by_a_line(data: StepData, blamed: Blame, judged: Sequence[Held]) -> Blame:
     """The same, laid to a line of the program's own where a reduction seems to have the wrong constant: of what is off,
     and of nothing that is right, one line behind it is seen to multiply all by just the number that it is off by. What
-    the program divides by in between made up for it, and shows as nothing."""
+    the program divides by in between made up for it, and shows as nothing. So is what a line multiplies by that is
+    right for fewer parameters, which other reductions or none bring, than it is wrong for: it was meant for these."""
     culprit, ratios = blamed.culprit, [cell.ratio for _, cell in blamed.cells]
     event = culprit.event
-    if not (culprit.wrong_constant and isinstance(event, Reduce)) or culprit.unrecorded or not blamed.cells:
+    if not isinstance(event, Reduce) or culprit.unrecorded or culprit.absent or not blamed.cells:
         return blamed
     rank, off = culprit.rank, ratios[0]
     last = max((one.seq for one in data.events[rank] if isinstance(one, OptimizerStep)), default=None)
@@ -73,8 +74,26 @@ def by_a_line(data: StepData, blamed: Blame, judged: Sequence[Held]) -> Blame:
             continue
         if abs(number - off) <= SAME * abs(off):
             lines.setdefault(line, set()).update(data.params_of(rank, one.params))
-    such = [params for params in lines.values() if mine and mine <= params and params.isdisjoint(others)]
+    all_of_it = culprit.wrong_constant
+    alike = [one for one in data.events[rank] if isinstance(one, Reduce) and _is_like(one, event)]
+    reduced = {param for one in alike for param in data.params_of(rank, one.params)}
+    such = [
+        params
+        for params in lines.values()
+        if mine and mine <= params
+        if (all_of_it if params.isdisjoint(others) else _is_for_few(mine, params & others, reduced))
+    ]
     return Blame(unseen, blamed.cells, blamed.repeats) if len(such) == 1 else blamed
+
+
+def _is_for_few(wrong: set[int], right: set[int], reduced: set[int]) -> bool:
+    """Whether a line is right for fewer parameters than it is wrong for, none of which the same reduction brings."""
+    return len(right) < len(wrong) and right.isdisjoint(reduced)
+
+
+def _is_like(one: Reduce, event: Reduce) -> bool:
+    """Whether a reduction is like another: of the same kind, over the same ranks."""
+    return (one.impl, one.op, one.group) == (event.impl, event.op, event.group)
 
 
 def _parted(

@@ -98,6 +98,12 @@ def counted_again(case: Case) -> int:
     return copies if case.pattern.kind == "uniform" and off <= max(1e-3, 2 * case.pattern.tolerance) else 1
 
 
+def added_again(case: Case) -> bool:
+    """Whether what nobody recorded behind a pass leaves each pass as often as passes follow: a buffer adds up .grad,
+    which itself adds up."""
+    return case.pattern.kind == "power" and case.pattern.count == "(K-k)^1" and case.culprit.kind == "backward"
+
+
 def onto_itself(culprit: Culprit) -> bool:
     """Whether a pass that handed on gradients in the memory of `.grad` doubled these, or lost what was there."""
     event, leaves = (culprit.before, 0.0) if culprit.unrecorded else (culprit.event, 2.0)
@@ -158,6 +164,9 @@ def judge(case: Case) -> Answer:
         where = f"Between the {culprit.kind} event and {end} the gradient was changed ({factor}) by nothing recorded."
         where += f" In between, {that_write(culprit.lines, 'it')}." if culprit.lines else ""
         fix = LOOK_BETWEEN if not culprit.lines else f"Look at what {in_short(culprit.lines)} does to .grad."
+        if added_again(case):
+            where += " So it is where each pass adds .grad to a buffer, and .grad still holds what earlier passes left."
+            fix = "Empty .grad of the model's own parameters each time that it was added to a buffer (p.grad = None)."
         if culprit.write is not None:
             where = f"This line writes to .grad where it lies ({factor}): no probe, no objective asks for it."
             fix = DROP_IT if case.everywhere else DROP_IT_HERE

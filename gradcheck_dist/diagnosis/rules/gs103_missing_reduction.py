@@ -201,7 +201,8 @@ def _mended(case: Case, lacking: str | None, beside: Reduce | None) -> str:
         return f"Reduce once, after the last backward of the step: {at} runs before it."
     if beside and beside.site:
         as_others = f"Reduce these parameters' gradients too, as {beside.site.short} does with the others"
-        if all(set(beside.group) <= ranks for ranks in holders if not ranks.isdisjoint(beside.group)):
+        all_hold = all(set(beside.group) <= ranks for ranks in holders if not ranks.isdisjoint(beside.group))
+        if all_hold or all(len(ranks) == 1 for ranks in holders):  # those that one rank alone reads are its share
             return f"{as_others}."
         return f"{as_others}, but over the ranks that hold the same ones alone ({over})."
     wrong = {cell.key for _, cell in case.cells if not cell.right}

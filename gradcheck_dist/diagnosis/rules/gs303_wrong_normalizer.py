@@ -137,12 +137,12 @@ def judge(case: Case) -> Answer | None:
         passes = "microbatches, and of accumulation steps," if in_pipeline else "accumulation steps,"
         return Answer(
             explanation="The losses are means that count nothing: together they weigh "
-            f"x {factor:.6g}{name} of what one mean of them would. Passes of one line, one after the other, are added "
+            f"x {factor:.6g}{name} of what one mean of them would. Passes of one loop, one after the other, are added "
             "up, and the program multiplies them by no further number that could be a coefficient: a division is "
             f"{'missing' if factor > 1 else 'one too many'}.",
-            fix=f"Divide each loss by the number of {passes} and average over the data ranks"
-            f"{'' if factor > 1 else ', each once'}. Where a sum of means is intended, "
-            "gradcheck_dist.mark_loss(loss_sum, num_samples) tells what they count.",
+            fix=f"Divide each loss by the number of {passes} and let the reduction average over the data ranks, each "
+            "once. Where a sum of means is intended, gradcheck_dist.mark_loss(loss_sum, num_samples) tells what they "
+            "count.",
             suggested_experiment=between_names(case.context, equal),
         )
     if means := summed_means(case):

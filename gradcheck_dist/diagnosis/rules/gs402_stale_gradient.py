@@ -90,7 +90,7 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
             explanation=f"When the first backward pass of the step began, .grad of {shown} still held what the "
             "optimizer had read in an earlier step, and it is part of what it reads now.",
             fix="Empty the gradients after each optimizer step, before the next backward pass: optimizer.zero_grad(), "
-            "or p.grad = None where parameters are updated by hand.",
+            "or p.grad = None where parameters are updated by hand, or through copies that the optimizer has.",
         ),
         pattern="the gradient of an earlier step is added",
         params=frozenset(held.param for held in stale),

@@ -28,7 +28,6 @@ from gradcheck_dist.diagnosis.causes.summed_means import summing
 from gradcheck_dist.diagnosis.causes.token_lines import token_line
 from gradcheck_dist.diagnosis.losses.aim import Aim
 from gradcheck_dist.diagnosis.losses.own_objective import own_division, own_objective
-from gradcheck_dist.diagnosis.losses.several_losses import line_of
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
 from gradcheck_dist.diagnosis.weights.cells import Cell, Held, average, judge, loss_rounding, pool
 from gradcheck_dist.diagnosis.weights.patterns import Pattern, Sample, explain
@@ -185,16 +184,15 @@ def _of_one_fault(
     found: list[Blame], judged: list[Held], contributions: Contributions, *, of_tasks: bool
 ) -> list[Blame]:
     """What all losses lack alike is one cause, though each has a line of its own: those of one forward pass's tasks,
-    and those that go backward on one line, one in each pass (the branches of a condition)."""
+    and those of which one is in each pass (the branches of a condition, as of a loop that reduces in its last pass)."""
     losses = [one for one in found if one.culprit.kind == "loss" and not one.culprit.unrecorded]
     wrong = [pair for one in losses for pair in zip(one.cells, one.repeats, strict=True) if not pair[0][1].right]
     cells = [cell for (_, cell), _ in wrong]
     if len(losses) < 2 or any(abs(cell.ratio - cells[0].ratio) > cell.margin + cells[0].margin for cell in cells):
         return found
-    lines = {line_of(one.culprit.gradient) for one in losses}
     all_are_wrong = len(cells) == sum(len(held.cells) for held in judged)
-    in_branches = len(lines) == 1 and "" not in lines and all(c.num_losses == 1 for c in contributions.by_key.values())
-    if not of_tasks and not (all_are_wrong and in_branches):
+    one_each = all(c.num_losses == 1 for c in contributions.by_key.values())
+    if not of_tasks and not (all_are_wrong and one_each):
         return found
     first = min((one.culprit for one in losses), key=order)
     joined = Blame(first, [cell for cell, _ in wrong], [times for _, times in wrong])

@@ -9,7 +9,7 @@ from gradcheck_dist.ledger.tracks import StepData
 
 
 def one_loop(data: StepData, contributions: Contributions) -> bool:
-    """Whether all passes begin on one line and reach the same parameters."""
+    """Whether all passes begin on one line, or in branches of one condition, and reach the same parameters."""
     sites = {
         (c.gradient.site.file, c.gradient.site.line) if c.gradient is not None and c.gradient.site else None
         for c in contributions.by_key.values()
@@ -19,4 +19,14 @@ def one_loop(data: StepData, contributions: Contributions) -> bool:
         for rank, track in tracks.items():
             if track.leaves:
                 reached[rank].add(frozenset(track.leaves))
-    return len(sites) == 1 and None not in sites and all(len(kinds) <= 1 for kinds in reached.values())
+    together = len(sites) == 1 or _are_branches(contributions)
+    return together and None not in sites and all(len(kinds) <= 1 for kinds in reached.values())
+
+
+def _are_branches(contributions: Contributions) -> bool:
+    """Whether each pass's mean or sum of a loss that counts nothing was looked at: only where the pass before it was
+    called from the same place, or from another branch that does the same, it is (`probes/recording/branches.py`)."""
+    return all(
+        c.num_tokens is None and c.gradient is not None and c.gradient.mean_weight is not None
+        for c in contributions.by_key.values()
+    )
