@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -109,18 +108,19 @@ def parted(fault: str) -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
     for step in range(STEPS):
         optimizer.zero_grad()
-        for k in range(3):
+        for k in range(2):
             tokens, labels = _tokens(step, rank // 2, k)
-            (model(tokens, labels).mean() / 3).backward()
+            (model(tokens, labels).mean() / 2).backward()
         for name, p in model.named_parameters():
             assert p.grad is not None
             if name.split(".")[0] in ("words", "norm", "last"):
                 dist.all_reduce(p.grad, group=None if fault == "counted_again" else shared)  # of_parts
                 if fault == "parts_averaged":
                     p.grad /= 2  # parts_averaged
-            elif fault == "mixed":
+            if fault == "mixed":
                 dist.all_reduce(p.grad)  # mixed
-                p.grad /= 2
+                p.grad /= 4
+                continue
             dist.all_reduce(p.grad, group=copies)  # counted_again
             p.grad /= 2
         optimizer.step()
@@ -210,28 +210,15 @@ def owners(fault: str) -> None:
 
 def branches(fault: str) -> None:
     """A loss that counts nothing, in a loop whose last pass alone reduces, on a line of its own."""
-    _branches(fault, F.mse_loss)
-
-
-def counted_branches(fault: str) -> None:
-    _branches(fault, lambda given, wanted: F.cross_entropy(given, wanted.argmax(-1)))
-
-
-def _branches(fault: str, loss_of: Callable[[Tensor, Tensor], Tensor]) -> None:
-    rank, num_passes = dist.get_rank(), 3
-    torch.manual_seed(0)
-    wrapped = DistributedDataParallel(nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4)))
-    optimizer = torch.optim.SGD(wrapped.parameters(), 0.05)
+    wrapped, optimizer = _regression()
     for step in range(STEPS):
         optimizer.zero_grad()
-        for k in range(num_passes):
-            torch.manual_seed(100 * step + 10 * rank + k)
-            given, wanted = torch.randn(4, 5), torch.randn(4, 4)
-            wrapped.require_backward_grad_sync = k == num_passes - 1
-            loss = loss_of(wrapped(given), wanted)
+        for k in range(3):
+            given, wanted = _pairs(step, k)
+            loss = F.mse_loss(wrapped(given), wanted)
             if fault != "undivided":
-                loss = loss / num_passes
-            if k < num_passes - 1:
+                loss = loss / 3
+            if k < 2:
                 with wrapped.no_sync():
                     loss.backward()
             else:
@@ -239,23 +226,48 @@ def _branches(fault: str, loss_of: Callable[[Tensor, Tensor], Tensor]) -> None:
         optimizer.step()
 
 
-def two_losses(fault: str) -> None:
-    """Losses that are not the same in both branches: which of them divides is not known."""
-    rank = dist.get_rank()
-    torch.manual_seed(0)
-    wrapped = DistributedDataParallel(nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4)))
-    optimizer = torch.optim.SGD(wrapped.parameters(), 0.05)
+def counted_branches(fault: str) -> None:
+    """Losses that count, with a line of their own in both branches."""
+    wrapped, optimizer = _regression()
     for step in range(STEPS):
         optimizer.zero_grad()
         for k in range(3):
-            torch.manual_seed(100 * step + 10 * rank + k)
-            loss = F.mse_loss(wrapped(torch.randn(4, 5)), torch.randn(4, 4))
+            given, wanted = _pairs(step, k)
+            if k < 2:
+                with wrapped.no_sync():
+                    loss = F.cross_entropy(wrapped(given), wanted.argmax(-1))
+                    (loss if fault == "undivided" else loss / 3).backward()
+            else:
+                loss = F.cross_entropy(wrapped(given), wanted.argmax(-1))
+                (loss if fault == "undivided" else loss / 3).backward()
+        optimizer.step()
+
+
+def two_losses(fault: str) -> None:
+    """Losses that are not the same in both branches: which of them divides is not known."""
+    wrapped, optimizer = _regression()
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for k in range(3):
+            given, wanted = _pairs(step, k)
+            loss = F.mse_loss(wrapped(given), wanted)
             if k < 2:
                 loss = loss.sqrt()
                 loss.backward()
             else:
                 loss.backward()
         optimizer.step()
+
+
+def _regression() -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    wrapped = DistributedDataParallel(nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4)))
+    return wrapped, torch.optim.SGD(wrapped.parameters(), 0.05)
+
+
+def _pairs(step: int, k: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + 10 * dist.get_rank() + k)
+    return torch.randn(4, 5, generator=generator), torch.randn(4, 4, generator=generator)
 
 
 def buffers(fault: str) -> None:

@@ -23,6 +23,7 @@ import numpy as np
 from gradcheck_dist.diagnosis.losses.aim import Aim
 from gradcheck_dist.diagnosis.losses.one_batch import passes_of_one_batch
 from gradcheck_dist.diagnosis.weights.cells import Held, judge
+from gradcheck_dist.diagnosis.weights.loops import are_branches
 from gradcheck_dist.events import Backward, Event
 from gradcheck_dist.ledger.contributions import Contribution, ContributionKey, Contributions
 from gradcheck_dist.ledger.discarded import tell_batches
@@ -285,8 +286,9 @@ def _take_turns(
 ) -> bool:
     """Whether the passes of several losses, one in each and as many of each, have lines of their own and are reduced
     alike (a batch and one that is replayed): of two branches of an accumulation loop, one has a pass alone and
-    reduces, or both have one line for the loss or its backward. Where no labels were seen, all passes may be of one
-    batch (a network, and then its parts by what it predicted), and one loss may have more of them."""
+    reduces, or both have one line for the loss or its backward, or differentiate the same. Where no labels were seen,
+    all passes may be of one batch (a network, and then its parts by what it predicted), and one loss may have more of
+    them."""
     numbers = [Counter(key[0] for key in keys) for keys in losses.values()]
     slots = {(one.loss_rank, *key[1:]) for key, one in counted.items()}
     reduced = {
@@ -298,6 +300,8 @@ def _take_turns(
     apart = all("" not in lines and len(set(lines)) == len(losses) for lines in zip(*losses, strict=True))
     alone = all(one.num_losses == 1 for one in counted.values())
     as_often = all(number == numbers[0] for number in numbers)
+    if are_branches(counted.values()):
+        return False
     return apart and alone and len(reduced) == 1 and (as_often or _unseen(counted))
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
-from gradcheck_dist.ledger.contributions import Contributions
+from gradcheck_dist.ledger.contributions import Contribution, Contributions
 from gradcheck_dist.ledger.tracks import StepData
 
 
@@ -19,14 +19,13 @@ def one_loop(data: StepData, contributions: Contributions) -> bool:
         for rank, track in tracks.items():
             if track.leaves:
                 reached[rank].add(frozenset(track.leaves))
-    together = len(sites) == 1 or _are_branches(contributions)
+    together = len(sites) == 1 or are_branches(contributions.by_key.values())
     return together and None not in sites and all(len(kinds) <= 1 for kinds in reached.values())
 
 
-def _are_branches(contributions: Contributions) -> bool:
+def are_branches(contributions: Iterable[Contribution]) -> bool:
     """Whether each pass's mean or sum of a loss that counts nothing was looked at: only where the pass before it was
     called from the same place, or from another branch that does the same, it is (`probes/recording/branches.py`)."""
     return all(
-        c.num_tokens is None and c.gradient is not None and c.gradient.mean_weight is not None
-        for c in contributions.by_key.values()
+        c.label_hash is None and c.gradient is not None and c.gradient.mean_weight is not None for c in contributions
     )
