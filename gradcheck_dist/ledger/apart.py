@@ -45,7 +45,9 @@ class Averaged:
 def averaged(run: Run) -> Averaged | None:
     """Whether ranks' parameters were unequal and became equal again, or were changed on all of them by something else
     than an optimizer, and not by each rank alone (a weight decay or a clip of weights by hand, behind which no
-    collective stands); None where nothing of the kind was seen."""
+    collective stands); None where nothing of the kind was seen. Parameters that the optimizer left as they were, and
+    that are unequal afterwards, are not averaged: what is gathered into them are shards, which it moved in their
+    place."""
     seen = {rank: _states(run, rank) for rank in run.ranks}
     common = set.intersection(*map(set, seen.values())) if len(seen) > 1 else set()
     unequal = False
@@ -57,6 +59,7 @@ def averaged(run: Run) -> Averaged | None:
         if unequal and len(found) == 1:
             return Averaged(*moment, alike=True)
         alone = all(of_rank[moment][2] is False for of_rank in seen.values())
+        alone |= len(found) > 1 and all(of_rank[moment][3] for of_rank in seen.values())
         if changed is None and not alone and all(of_rank[moment][0] not in (None, of_rank[moment][1])
                                                  for of_rank in seen.values()):  # fmt: skip
             changed = Averaged(*moment, alike=False)
@@ -106,17 +109,19 @@ def _ends(run: Run, rank: int) -> dict[tuple[int, bool], int]:
     return found
 
 
-def _states(run: Run, rank: int) -> dict[tuple[int, int], tuple[int | None, int, bool | None]]:
-    """By (step, later steps) behind which it was: the checksum that the optimizer left, the next one after it, and
-    whether other ranks' values may be in that."""
-    states: dict[tuple[int, int], tuple[int | None, int, bool | None]] = {}
+def _states(run: Run, rank: int) -> dict[tuple[int, int], tuple[int | None, int, bool | None, bool]]:
+    """By (step, later steps) behind which it was: the checksum that the optimizer left, the next one after it, whether
+    other ranks' values may be in that, and whether the optimizer left what was there before."""
+    states: dict[tuple[int, int], tuple[int | None, int, bool | None, bool]] = {}
     left: int | None = None
+    before: int | None = None
     moment = (-1, 0)
     for event in sorted((e for e in run.ranks[rank].events if isinstance(e, Replica)), key=lambda e: e.seq):
         if event.after:
             left, moment = event.fingerprint, (event.step, event.num_steps_later)
         else:
-            states[moment] = (left, event.fingerprint, event.exchanged)
+            states[moment] = (left, event.fingerprint, event.exchanged, left is not None and left == before)
+            before = event.fingerprint
     return states
 
 

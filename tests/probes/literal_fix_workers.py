@@ -208,6 +208,37 @@ def owners(fault: str) -> None:
             p.grad = None
 
 
+def gathered(fault: str) -> None:
+    """Shards over two ranks, each of which has a replica; the model gets the optimizer's shards by a gather."""
+    rank = dist.get_rank()
+    shards = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    replicas = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Embedding(NUM_WORDS, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, NUM_WORDS))
+    params = list(model.parameters())
+    half = sum(p.numel() for p in params) // 2
+    flat = torch.cat([p.detach().flatten() for p in params])
+    own = nn.Parameter(flat[rank % 2 * half :][:half].clone())
+    optimizer = torch.optim.SGD([own], 0.05)
+    for step in range(STEPS):
+        for k in range(3):
+            tokens, labels = _tokens(step, rank, k)
+            (F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten()) / 12).backward()
+        gradient = torch.cat([p.grad.flatten() for p in params if p.grad is not None])
+        own.grad = torch.empty(half)
+        dist.reduce_scatter_tensor(own.grad, gradient, group=shards)  # replica_left_out
+        if fault != "replica_left_out":
+            dist.all_reduce(own.grad, group=replicas)
+        optimizer.step()
+        parts = [torch.empty(half), torch.empty(half)]
+        dist.all_gather(parts, own.detach(), group=shards)
+        at = 0
+        for p in params:
+            p.data.copy_(torch.cat(parts)[at : at + p.numel()].view_as(p))
+            at += p.numel()
+            p.grad = None
+
+
 def branches(fault: str) -> None:
     """A loss that counts nothing, in a loop whose last pass alone reduces, on a line of its own."""
     wrapped, optimizer = _regression()
@@ -308,5 +339,6 @@ def _tokens(step: int, rank: int, k: int) -> tuple[Tensor, Tensor]:
 
 
 TRAINERS = {
-    one.__name__: one for one in (parted, few_ranks, experts, owners, branches, counted_branches, two_losses, buffers)
+    one.__name__: one
+    for one in (parted, few_ranks, experts, owners, gathered, branches, counted_branches, two_losses, buffers)
 }

@@ -11,7 +11,7 @@ from gradcheck_dist.diagnosis.finding import Finding, Report
 from gradcheck_dist.trace.run import read_run
 from gradcheck_dist.trainer.launch import launch, warm_up
 
-RANKS = {"parted": 4, "few_ranks": 4}
+RANKS = {"parted": 4, "few_ranks": 4, "gathered": 4}
 
 
 def trained(trainer: str, fault: str, tmp_path: Path) -> Report:
@@ -33,7 +33,7 @@ def is_at(finding: Finding, fault: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    "trainer", ["parted", "few_ranks", "experts", "owners", "branches", "counted_branches", "buffers"]
+    "trainer", ["parted", "few_ranks", "experts", "owners", "gathered", "branches", "counted_branches", "buffers"]
 )
 def test_right_ones_are_clean(trainer: str, tmp_path: Path) -> None:
     report = trained(trainer, "", tmp_path)
@@ -87,6 +87,13 @@ def test_owners_are_not_told_to_reduce_over_themselves(tmp_path: Path) -> None:
     assert finding.code == "GS103"
     assert is_at(finding, "vectors_left_out")
     assert finding.fix.endswith("does with the others.")
+
+
+def test_shards_that_are_gathered_are_no_averaged_parameters(tmp_path: Path) -> None:
+    # Something that is no optimizer changes the model on every rank, as an average of replicas that train apart does.
+    finding = found("gathered", "replica_left_out", tmp_path)
+    assert (finding.code, finding.steps) == ("GS103", [0, 1])
+    assert is_at(finding, "replica_left_out")
 
 
 @pytest.mark.parametrize("trainer", ["branches", "counted_branches"])

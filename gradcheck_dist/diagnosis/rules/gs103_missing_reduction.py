@@ -158,7 +158,8 @@ def judge(case: Case) -> Answer | None:
     text = f"Weights are {text}" if text.startswith("x ") else f"{text[0].upper()}{text[1:]}"
     by = f" by {case.skipped:.6g}" if case.skipped is not None else ""
     besides = f" What reduces other gradients also multiplies them{by}; these are left as they were." * bool(case.whole)
-    at = _last_reduction(case) if lacking else beside
+    over_few = _last_reduction(case) if lacking else None
+    at = over_few if over_few is not None and over_few.wrapper is None else beside
     others_of = (
         "Contributions of ranks that the reduction leaves out"
         if lacking
