@@ -290,6 +290,23 @@ def two_losses(fault: str) -> None:
         optimizer.step()
 
 
+def kinds(fault: str) -> None:
+    """A critic's kinds of data, whose means add up by design, in branches that differentiate alike."""
+    wrapped, optimizer = _regression()
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for k, kind in enumerate(("real", "generated")):
+            given, _ = _pairs(step, k)
+            sign = -1 if kind == "real" else 1
+            loss = F.softplus(sign * wrapped(given)).mean()
+            if kind == "real":
+                with wrapped.no_sync():
+                    loss.backward()
+            else:
+                loss.backward()
+        optimizer.step()
+
+
 def _regression() -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
     torch.manual_seed(0)
     wrapped = DistributedDataParallel(nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4)))
@@ -340,5 +357,5 @@ def _tokens(step: int, rank: int, k: int) -> tuple[Tensor, Tensor]:
 
 TRAINERS = {
     one.__name__: one
-    for one in (parted, few_ranks, experts, owners, gathered, branches, counted_branches, two_losses, buffers)
+    for one in (parted, few_ranks, experts, owners, gathered, branches, counted_branches, two_losses, kinds, buffers)
 }

@@ -103,8 +103,9 @@ def test_branches_of_a_condition_are_one_loop(trainer: str, tmp_path: Path) -> N
     assert "the rest right" not in finding.pattern
 
 
-def test_branches_that_set_what_they_differentiate_are_no_loop(tmp_path: Path) -> None:
-    assert trained("two_losses", "", tmp_path).verdict == "undetermined"
+@pytest.mark.parametrize("trainer", ["two_losses", "kinds"])
+def test_branches_of_several_losses_accuse_nobody(trainer: str, tmp_path: Path) -> None:
+    assert trained(trainer, "", tmp_path).verdict == "undetermined"
 
 
 def test_what_is_added_to_a_buffer_again_is_told(tmp_path: Path) -> None:
