@@ -47,9 +47,9 @@ def test_a_library_is_one_in_whatever_folder_packages_are_installed(tmp_path: Pa
 
 def test_passes_of_one_loop_are_called_from_one_place_however_often() -> None:
     """Python moves its offset in a function's bytecode when it specialises a call, in the eighth run."""
-    found: list[int] = []
+    found: list[object] = []
 
-    def called(take: Callable[[], int]) -> None:
+    def called(take: Callable[[], object]) -> None:
         found.append(take())
 
     code = compile("called(sites.calls); other()", __file__, "exec")

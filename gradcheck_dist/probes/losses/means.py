@@ -50,7 +50,7 @@ class _Passes:
     def __init__(self) -> None:
         self.closed_at = 0
         self._step = -1
-        self._calls: Calls = []
+        self._calls: Calls = ()
 
     def begin(self, step: int, here: Calls) -> bool:
         is_of_loop = self._step != step or of_one_loop(self._calls, here)

@@ -80,7 +80,7 @@ def place_of(code: CodeType, offset: int) -> tuple[int | None, ...]:
     return next(itertools.islice(code.co_positions(), max(offset, 0) // 2, None), ())
 
 
-def calls() -> list[tuple[CodeType, tuple[int | None, ...]]]:
+def calls() -> tuple[tuple[CodeType, tuple[int | None, ...]], ...]:
     """From which place of which function each of the user's and of its libraries' calls that are under way was made.
     Two calls on one line are two places."""
     found = []
@@ -89,7 +89,7 @@ def calls() -> list[tuple[CodeType, tuple[int | None, ...]]]:
         if not _is_foreign(frame.f_code.co_filename):
             found.append((frame.f_code, place_of(frame.f_code, frame.f_lasti)))
         frame = frame.f_back
-    return found
+    return tuple(found)
 
 
 def site_in(stack_trace: str) -> Site | None:
