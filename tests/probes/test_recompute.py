@@ -225,3 +225,21 @@ def test_an_error_in_the_region_comes_through_and_torch_is_put_back(tmp_path: Pa
                 checkpoint.checkpoint(fails, torch.randn(2, requires_grad=True), use_reentrant=reentrant)
     assert checkpoint._checkpoint_without_reentrant_generator is before
     assert "apply" not in vars(checkpoint.CheckpointFunction)
+
+
+@pytest.mark.parametrize(
+    ("reentrant", "given", "unreached"), [(True, False, True), (True, True, False), (False, False, False)]
+)
+def test_a_checkpoint_that_no_trained_input_enters_cuts_its_parameters_off(
+    tmp_path: Path, reentrant: bool, given: bool, unreached: bool
+) -> None:
+    torch.manual_seed(0)
+    block, head = nn.Linear(4, 4), nn.Linear(4, 5)
+    optimizer = torch.optim.SGD([*block.parameters(), *head.parameters()], lr=0.1)
+    with gradcheck_dist.attach(tmp_path / "run"):
+        embedded = torch.randn(16, 4, requires_grad=given)
+        hidden = checkpoint.checkpoint(block, embedded, use_reentrant=reentrant)
+        nn.functional.cross_entropy(head(hidden), torch.randint(5, (16,))).backward()
+        optimizer.step()
+    report = diagnose(read_run(tmp_path / "run"))
+    assert (report.verdict, [one.code for one in report.findings]) == ("clean", ["GS702"] if unreached else [])

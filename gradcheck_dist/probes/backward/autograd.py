@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -222,6 +223,7 @@ class Discovery:
         self._called: set[int] = set()  # modules called with gradients enabled, while the forward hook is in place
         self._watched: list[ParamInfo] | None = None  # what an optimizer read last, where all of it was watched
         self._again = False  # whether the module that is called next may have got parameters since its last call
+        self._later = 0  # regions under way whose gradients are computed when they are run again in backward
 
     def start(self) -> None:
         if self._handle is None:
@@ -247,6 +249,16 @@ class Discovery:
         if not unwatched:
             self._watched = infos
         return not any(info.param.requires_grad for info in unwatched)
+
+    @contextmanager
+    def run_again_later(self) -> Iterator[None]:
+        """While open, modules are called that are meant to be trained, though gradients are disabled (a reentrant
+        checkpoint's first run)."""
+        self._later += 1
+        try:
+            yield
+        finally:
+            self._later -= 1
 
     def called(self) -> set[int]:
         """The ids of the parameters whose own module was seen to be called in this step."""
@@ -274,6 +286,8 @@ class Discovery:
             self._called.add(id(module))
             for listener in CALL_LISTENERS:
                 listener(self._recorder, module, given)
+        elif self._later:
+            self._called.add(id(module))
         known = self._recorder.registry.known_modules
         if (self._again or id(module) not in known) and next(module.parameters(), None) is not None:
             self._again = False

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Generator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -73,7 +74,9 @@ class _Region:
     def run(self, *args: Any, **kwargs: Any) -> Any:
         if self.draws is not None:
             return self.again(*args, **kwargs)
-        result = self.fn(*args, **kwargs)
+        discovery = self.recorder.discovery
+        with nullcontext() if discovery is None else discovery.run_again_later():
+            result = self.fn(*args, **kwargs)
         _ended(self.recorder, self)
         return result
 
