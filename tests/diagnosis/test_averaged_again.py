@@ -54,6 +54,21 @@ def test_a_sum_by_another_line_behind_an_average_is_summed_again() -> None:
     assert finding.first_event is not None and finding.first_event.line == 50
 
 
+@pytest.mark.parametrize("divided", [True, False])
+def test_an_average_by_the_same_line_is_right_and_a_sum_is_summed_again(divided: bool) -> None:
+    """A helper that sums and divides, called twice with no pass in between (horovod #1099)."""
+    world = begun(RANKS, factor=RANKS)
+    everyone = (tuple(range(RANKS)),)
+    for again in range(2):
+        all_reduce(world, everyone, 40)
+        for rank in world.ranks if divided or not again else ():
+            rank.grad = {name: Buffer(one.values / RANKS, one.weights / RANKS) for name, one in rank.grad.items()}
+    report = ended(world)
+    assert [(one.code, one.factor.observed) for one in report.findings] == (
+        [] if divided else [("GS102", pytest.approx(RANKS))]
+    )
+
+
 def test_sums_that_are_divided_at_the_end_alone_are_summed_again() -> None:
     trainer = replace(times(1.0), hands=(Hand("after_backward", 1 / RANKS, steps=frozenset({PASSES - 1})),))
     assert [finding.code for finding in judged(trainer).findings] == ["GS102"]

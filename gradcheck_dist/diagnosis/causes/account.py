@@ -137,7 +137,7 @@ def account(data: StepData, held: Held, cell: Cell) -> Account:
     if held.clip_by_hand != 1 and _free(result, held.clip_by_hand):
         reached /= held.clip_by_hand
     ask_for_average(result)
-    average_again(result)
+    average_again(result, [entry.seq for entry in replay.history(holder) if entry.order == LEAF_ORDER])
     last = replay.final(holder)
     if last is not None and last.sampled and last.observed is None and reached and any(one is last for one in entries):
         # Its last state is known from another rank that holds the same, and from nothing before.

@@ -37,27 +37,29 @@ def ask_for_average(result: Account) -> None:
             result.gaps[own] = replace(gap, factor=gap.factor * size)
 
 
-def average_again(result: Account) -> None:
+def average_again(result: Account, arrivals: Sequence[int]) -> None:
     """Gradients that are summed and divided by hand in every pass: behind a sum, over one group of ranks or several, a
     line divides what the same sums add up again. Such a round is an average of what the ranks hold alike, which leaves
-    it as it is."""
+    it as it is. `arrivals`: the sequence numbers at which passes brought gradients. Where none came in between, and no
+    line divides behind the last sum, it sums an average once more."""
     rounds: dict[Along, Set[Along]] = {}  # the sums of a pass up to each one
     latest: dict[Along, int] = {}
     for place in (place for place, step in enumerate(result.steps) if isinstance(step.event, Reduce)):
         along = result.steps[place].along
         if along in rounds:
-            _take_out(result, latest[along], place, rounds[along])
+            _take_out(result, latest[along], place, rounds[along], arrivals)
         else:
             rounds[along] = {*rounds, along}
         latest[along] = place
 
 
-def _take_out(result: Account, first: int, last: int, sums: Set[Along]) -> None:
+def _take_out(result: Account, first: int, last: int, sums: Set[Along], arrivals: Sequence[int]) -> None:
     """Set to 1 what `sums` did behind the first of two like reductions and up to the last, and take it from the
     division in between; nothing where none divides by it."""
+    earlier, later = result.steps[first].event, result.steps[last].event
     met = [place for place in range(first + 1, last + 1) if isinstance(result.steps[place].event, Reduce)]
     summed = [place for place in met if result.steps[place].along in sums]
-    between = _between(result.gaps, result.steps[first].event, result.steps[last].event)
+    between = _between(result.gaps, earlier, later)
     # A root's reduction adds up again what a broadcast brought to the others, which nobody recorded.
     inside = [place for place in between if result.gaps[place].start is result.gaps[place].end]
     changed = [place for place in between if place not in inside and abs(result.gaps[place].factor - 1) > SAME]
@@ -65,6 +67,10 @@ def _take_out(result: Account, first: int, last: int, sums: Set[Along]) -> None:
     matches = _divides if len(changed) == 1 and summed == met else _undoes
     divided = next((place for place in changed if matches(result.gaps[place], times)), None)
     if divided is None or times <= 1 + SAME:
+        return
+    if not any(earlier.seq < seq < later.seq for seq in arrivals) and not any(
+        _divides(gap, times) for gap in result.gaps[between.stop :]
+    ):
         return
     result.gaps[divided] = replace(result.gaps[divided], factor=result.gaps[divided].factor * times)
     for place in summed:
