@@ -194,6 +194,7 @@ class OptimizerStep(Event, tag="optimizer_step"):
     another optimizer's step called this one; that optimizer's `seq`. `numbers` are those that an optimizer which is
     none of torch.optim holds or is given beside these, by which it may divide what it reads. `called` are parameters
     with a gradient whose module was called like that: where no backward pass brought one, the program filled it in.
+    `repeated`: parameters that one of the groups of an optimizer of torch.optim has more than once.
     """
 
     optimizer: str
@@ -206,6 +207,7 @@ class OptimizerStep(Event, tag="optimizer_step"):
     inside: int | None = None
     numbers: dict[str, float] = {}
     called: int | None = None
+    repeated: int | None = None
 
 
 class PipelineStep(Event, tag="pipeline_step"):

@@ -56,6 +56,7 @@ ELSEWHERE = {
     "GS706": "probes/test_ties.py",
     "GS707": "probes/test_replaced_parameters.py",
     "GS708": "probes/test_stale.py",
+    "GS709": "probes/test_repeated_parameters.py",
     "GS801": "verify",
     "GS802": "probes/test_exchanges.py",
     "GS803": "probes/test_loss_backward.py",

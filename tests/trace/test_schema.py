@@ -54,7 +54,8 @@ FROZEN = {
     "clip_value": "params clip_value seq t_ns step site",
     "gradient_norm": "params seq t_ns step site",
     "optimizer_step": (
-        "optimizer params lr hyperparameters grads_missing groups unreached inside numbers called seq t_ns step site"
+        "optimizer params lr hyperparameters grads_missing groups unreached inside numbers called repeated "
+        "seq t_ns step site"
     ),
     "pipeline_step": (
         "schedule num_microbatches scale_grads group stages num_stages accumulation_step seq t_ns step site"

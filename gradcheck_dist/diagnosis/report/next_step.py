@@ -100,8 +100,9 @@ SAYS = {
     "them whole, they are judged.",
     NEVER_READ: "Give these parameters to an optimizer, or freeze them (requires_grad_(False)); where theirs steps "
     "less often, record until it does: --steps 0:9 records nine steps.",
-    SELDOM: "Look whether these gradients are divided by the number of their passes; recorded once with all optimizers "
-    "stepping together, all is judged.",
+    SELDOM: "Where those passes train another model (a generator's, through its discriminator), empty these gradients "
+    "before their own first pass. Where they are meant, look whether they are divided by the number of their passes; "
+    "recorded once with all optimizers stepping together, all is judged.",
     AS_EVER: "Compare the number that these lines divide by in this step with the tokens of all its passes and ranks.",
     LINES: "Look whether what these lines do is meant; recorded once without them, all the rest is judged.",
     AGAIN: "Step each optimizer once after the passes whose gradients it reads, and record again.",

@@ -1,4 +1,4 @@
-"""Gradients that wait for an optimizer which steps less often than others.
+"""Gradients that wait for an optimizer which steps less often than others, or in turn with them.
 
 Parameter groups may have optimizers with periods of their own (nerfstudio accumulates three passes for one group, and
 steps another in each). A step ends where the first of them steps, so what the others read holds passes of several.
@@ -17,7 +17,7 @@ from gradcheck_dist.events import Backward, OptimizerStep, ZeroGrad
 from gradcheck_dist.ledger.tracks import ParamKey, StepData
 from gradcheck_dist.wording import numbered
 
-SELDOM = "whose optimizer steps less often than others"
+SELDOM = "whose optimizer did not step there"
 
 Copy = tuple[ParamKey, int]
 """A parameter on a rank."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from typing import Any
@@ -189,6 +190,8 @@ def stepping(
     lacking = {info.id for info in missing} if called else set()
     unreached = [info for info in called if info.id in lacking]
     filled = [info for info in called if info.id not in lacking]
+    twice = _listed_twice(optimizer) if by_torch else set()  # others may step each once
+    repeated = {info.id: info for info in infos if id(info.param) in twice} if twice else {}
     recorder.emit(
         OptimizerStep,
         seq=seq,
@@ -203,6 +206,7 @@ def stepping(
         inside=inside,
         numbers={} if by_torch else _numbers(recorder, optimizer, {**first, **(given or {})}),
         called=recorder.registry.param_set(filled) if filled else None,
+        repeated=recorder.registry.param_set(list(repeated.values())) if repeated else None,
     )
     if recorder.impulses is not None:
         recorder.impulses.optimizer_comes(recorder)
@@ -212,6 +216,15 @@ def stepping(
     else:
         discovery.start()
     return seq
+
+
+def _listed_twice(optimizer: Optimizer) -> set[int]:
+    """The ids of parameters that one group of an optimizer has more than once."""
+    found: set[int] = set()
+    for group in optimizer.param_groups:
+        seen = Counter(map(id, group["params"]))
+        found |= {key for key, times in seen.items() if times > 1} if len(seen) < len(group["params"]) else set()
+    return found
 
 
 def _of_model(infos: list[ParamInfo]) -> Iterator[ParamInfo]:
