@@ -1,11 +1,11 @@
 """Parameters took part in forward and never receive a gradient.
 
 ## What it does
-Notes parameters that an optimizer holds, that require gradients and whose module was called with gradients enabled,
-while no backward pass of the step reached them on any rank, whether they have no gradient or zeros that the program
-filled in. Frozen parameters and modules that were not called are not meant. A remark and no accusation: an output that
-is on purpose not used by the loss looks the same. An error where it is a whole pipeline stage that ran backward: what
-nothing depends on is no stage.
+Notes parameters that an optimizer holds, that require gradients and whose module was called with gradients enabled (or
+in torch's reentrant checkpoint, which calls it without and means to run it again), while no backward pass of the step
+reached them on any rank, whether they have no gradient or zeros that the program filled in. Frozen parameters and
+modules that were not called are not meant. A remark and no accusation: an output that is on purpose not used by the
+loss looks the same. An error where it is a whole pipeline stage that ran backward: what nothing depends on is no stage.
 
 ## Why it matters
 A `.detach()`, an `.item()`, a numpy round trip or a `torch.no_grad()` in the wrong place cuts a part of the model off.
@@ -21,12 +21,15 @@ Take the cut out; or, where the parameter is meant to stay, say so:
     for p in encoder.parameters():
         p.requires_grad_(False)
 DDP: `find_unused_parameters=True` hides this, without it DDP raises. Transformers: an unused pooler is harmless,
-`add_pooling_layer=False` takes it out. FSDP2 below a schedule that computes the gradients of weights apart (zero
-bubble, ZBV, DualPipeV): `fully_shard(..., reshard_after_forward=False)`.
+`add_pooling_layer=False` takes it out. A reentrant checkpoint of which no input requires a gradient (behind frozen
+embeddings, as with LoRA) is never run again: `use_reentrant=False`, or `model.enable_input_require_grads()`. FSDP2 below
+a schedule that computes the gradients of weights apart (zero bubble, ZBV, DualPipeV): `fully_shard(...,
+reshard_after_forward=False)`.
 
 ## References
 - A whole stage: FSDP2 that reshards below a zero-bubble schedule, measured with torch 2.13 (scenario
   zero-bubble-reshards).
+- pytorch's checkpoint.py, "None of the inputs have requires_grad=True"; microsoft/LoRA#120, transformers#21381.
 - torch.Tensor.detach; DistributedDataParallel, "Expected to have finished reduction in the prior iteration".
 """
 
@@ -79,7 +82,8 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
             explanation=f"The module of {shown} was called, but no backward pass reached it: the optimizer found no "
             "gradient, or zeros that the program filled in. Either its output is not used by the loss, which may be "
             "meant, or something cuts it off.",
-            fix="Look for a detach, item, numpy or no_grad after this module; freeze the parameter where it is meant.",
+            fix="Look for a detach, item, numpy or no_grad after this module, or a reentrant checkpoint around it of which no "
+            "input requires a gradient (use_reentrant=False); freeze the parameter where it is meant.",
         ),
         pattern=f"{plural(len(names), 'parameter')} without a gradient",
         params=frozenset(found),
