@@ -5,7 +5,8 @@ Notes parameters that an optimizer holds, that require gradients and whose modul
 in torch's reentrant checkpoint, which calls it without and means to run it again), while no backward pass of the step
 reached them on any rank, whether they have no gradient or zeros that the program filled in. Frozen parameters and
 modules that were not called are not meant. A remark and no accusation: an output that is on purpose not used by the
-loss looks the same. An error where it is a whole pipeline stage that ran backward: what nothing depends on is no stage.
+loss looks the same. An error where it is a whole pipeline stage that ran backward: what nothing depends on is no
+stage.
 
 ## Why it matters
 A `.detach()`, an `.item()`, a numpy round trip or a `torch.no_grad()` in the wrong place cuts a part of the model off.
@@ -22,8 +23,8 @@ Take the cut out; or, where the parameter is meant to stay, say so:
         p.requires_grad_(False)
 DDP: `find_unused_parameters=True` hides this, without it DDP raises. Transformers: an unused pooler is harmless,
 `add_pooling_layer=False` takes it out. A reentrant checkpoint of which no input requires a gradient (behind frozen
-embeddings, as with LoRA) is never run again: `use_reentrant=False`, or `model.enable_input_require_grads()`. FSDP2 below
-a schedule that computes the gradients of weights apart (zero bubble, ZBV, DualPipeV): `fully_shard(...,
+embeddings, as with LoRA) is never run again: `use_reentrant=False`, or `model.enable_input_require_grads()`. FSDP2
+below a schedule that computes the gradients of weights apart (zero bubble, ZBV, DualPipeV): `fully_shard(...,
 reshard_after_forward=False)`.
 
 ## References
