@@ -159,7 +159,8 @@ class Clip(Event, tag="clip"):
 
     `partial`: total_norm is this rank's share of a DTensor norm, not the whole. `norm_dtype`: the type that total_norm
     was computed in, "" where that was not seen. `repeated`: parameters whose gradient was given again, once for each
-    further time, of which each counts in the norm, and multiplies.
+    further time, of which each counts in the norm, and multiplies. `used_up`: it was given an iterator that had been
+    read to its end before, in which nothing was left.
     """
 
     params: int
@@ -170,6 +171,7 @@ class Clip(Event, tag="clip"):
     partial: bool = False
     norm_dtype: str = ""
     repeated: tuple[int, ...] = ()
+    used_up: bool = False
 
 
 class ClipValue(Event, tag="clip_value"):

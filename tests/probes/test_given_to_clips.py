@@ -1,8 +1,8 @@
-"""Clips that are given a gradient twice (GS602), or none that is there yet (GS603)."""
+"""Clips that are given a gradient twice (GS602), none that is there yet, or what is used up (GS603)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -92,3 +92,48 @@ def test_a_clip_of_nothing_beside_one_that_clips_is_clean(tmp_path: Path) -> Non
         return clip_grad_norm_(model.parameters(), 0.01)
 
     assert report_of(tmp_path / "run", clip, clip).verdict == "clean"
+
+
+def clip_now(params: Iterable[Tensor], max_norm: float) -> Tensor:
+    """By the name that stands there now, as under `gradcheck run`: what was imported before sees no generator."""
+    return torch.nn.utils.clip_grad_norm_(params, max_norm)
+
+
+def trained(model: Model) -> Iterator[Tensor]:
+    return filter(lambda param: param.requires_grad, model.parameters())
+
+
+def used_up(params: Iterator[Tensor]) -> Iterator[Tensor]:
+    """As an optimizer or a norm leaves it."""
+    list(params)
+    return params
+
+
+USED_UP: list[Callable[[Model], Iterator[Tensor]]] = [
+    lambda model: used_up(model.parameters()),
+    lambda model: used_up(trained(model)),
+]
+
+
+@pytest.mark.filterwarnings("ignore:`parameters` is an empty generator")
+@pytest.mark.parametrize("params", USED_UP)
+def test_a_clip_is_given_what_was_read_to_its_end(tmp_path: Path, params: Callable[[Model], Iterator[Tensor]]) -> None:
+    (finding,) = report_of(tmp_path / "run", lambda model: clip_now(params(model), 0.01)).findings
+    assert (finding.code, finding.severity, finding.num_parameters) == ("GS603", "error", 4)
+    assert "read to its end before" in finding.explanation
+    assert finding.factor.observed is not None and finding.factor.observed > 1
+
+
+@pytest.mark.filterwarnings("ignore:`parameters` is an empty generator")
+@pytest.mark.parametrize(
+    "clip",
+    [
+        lambda model: clip_now(USED_UP[0](model), 1e4),
+        lambda model: clip_now(trained(model), 0.01),
+        lambda model: clip_now((param for param in ()), 0.01),
+        lambda model: [clip_now(params, 0.01) for params in [model.parameters()] * 2],
+    ],
+    ids=["it would scale nothing", "read now", "nothing was in it", "it has scaled what it had"],
+)
+def test_other_iterators_are_clean(tmp_path: Path, clip: Callable[[Model], object]) -> None:
+    assert report_of(tmp_path / "run", clip).verdict == "clean"

@@ -50,7 +50,7 @@ FROZEN = {
     "zero_grad": "params set_to_none seq t_ns step site",
     "amp_scale": "scale seq t_ns step site",
     "amp_unscale": "scale params found_inf kept in_step seq t_ns step site",
-    "clip": "params max_norm norm_type total_norm coefficient partial norm_dtype repeated seq t_ns step site",
+    "clip": "params max_norm norm_type total_norm coefficient partial norm_dtype repeated used_up seq t_ns step site",
     "clip_value": "params clip_value seq t_ns step site",
     "gradient_norm": "params seq t_ns step site",
     "optimizer_step": (

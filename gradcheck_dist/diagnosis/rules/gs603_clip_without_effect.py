@@ -2,8 +2,9 @@
 
 ## What it does
 Finds clips by norm that should have scaled the gradients and did not reach them: the call got no parameter at all (a
-generator that computing the norm had used up, or gradients in the place of parameters, whose `.grad` torch scales), or
-came after the optimizer had read the gradients. Or it came before the first backward pass, when they were empty.
+generator that an optimizer or a norm had used up, or gradients in the place of parameters, whose `.grad` torch
+scales), or came after the optimizer had read the gradients. Or it came before the first backward pass, when they were
+empty.
 
 ## Why it matters
 The gradients are right, so nothing looks wrong; the run simply is not clipped. The first spike then does what clipping
@@ -20,7 +21,8 @@ and clip between the last backward (or `scaler.unscale_`) and `optimizer.step()`
 accelerate: `accelerator.clip_grad_norm_` under `accelerator.sync_gradients`.
 
 ## References
-- pytorch/torchtitan#1258; huggingface/transformers#46113 (gradients in the place of parameters).
+- pytorch/torchtitan#1258; pytorch/pytorch#148259 (torch warns of an empty generator, and goes on);
+  huggingface/transformers#46113 (gradients in the place of parameters).
 - torch/nn/utils/clip_grad.py: clip_grads_with_norm_ reads its parameters once.
 """
 
@@ -39,6 +41,7 @@ from gradcheck_dist.ledger.tracks import ParamKey
 CODE = "GS603"
 NAME = "clip-without-effect"
 ACTS = 0.999
+LIST = "Give it a list of parameters: it scales their .grad, and a generator can be used up."
 
 
 def could_audit(facts: StepFacts) -> bool:
@@ -50,11 +53,13 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
     empty = [call for call in idle if _reached_nothing(facts, call)]
     late = [call for call in idle if _came_late(facts, call)]
     if empty:
-        why = "it was given no parameter that is left to scale"
-        fix = "Give it a list of parameters: it scales their .grad, and a generator can be used up."
-        yield _remark(facts, empty, why, fix)
+        yield _remark(facts, empty, "it was given no parameter that is left to scale", LIST)
     if late:
         yield _remark(facts, late, "the optimizer had read the gradients before it", "Clip before optimizer.step().")
+    total = facts.norms.of_model() or 0.0
+    used_up = [call for call in facts.norms.clips if _is_used_up(facts, call) and call.event.max_norm < ACTS * total]
+    if used_up:
+        yield _remark(facts, used_up, "what it was given had been read to its end before, so its own norm is 0", LIST)
     if early := [call for call in facts.norms.clips if _came_early(facts, call)]:
         yield _of_nothing(facts, early)
 
@@ -73,6 +78,10 @@ def _reached_nothing(facts: StepFacts, call: ClipCall) -> bool:
     touched = any(facts.data.params_of(call.rank, one.event.params) for one in of_rank)
     held = {key for rank, key in facts.norms.parts if rank == call.rank}
     return not touched and bool(held) and bool(_steps(facts, call.rank))
+
+
+def _is_used_up(facts: StepFacts, call: ClipCall) -> bool:
+    return call.event.used_up and call.event.norm_type == 2 and _reached_nothing(facts, call)
 
 
 def _came_late(facts: StepFacts, call: ClipCall) -> bool:
@@ -123,20 +132,24 @@ def _of_nothing(facts: StepFacts, calls: list[ClipCall]) -> Remark:
 def _remark(facts: StepFacts, calls: list[ClipCall], why: str, fix: str) -> Remark:
     first = min(calls, key=lambda call: (call.rank, call.event.seq))
     event = first.event
+    total, coefficient = event.total_norm, event.coefficient
+    if event.used_up:  # by the norm that it was to be given
+        total = facts.norms.of_model() or 0.0
+        coefficient = event.max_norm / total
     ranks = {call.rank for call in calls}
     return Remark(
         answer=Answer(
-            explanation=f"The total norm {event.total_norm:.6g} is above max_norm {event.max_norm:g}, so gradients "
-            f"should have been multiplied by {event.coefficient:.6g}; the clip changed none: {why}.",
+            explanation=f"The total norm {total:.6g} is above max_norm {event.max_norm:g}, so gradients "
+            f"should have been multiplied by {coefficient:.6g}; the clip changed none: {why}.",
             fix=fix,
         ),
-        pattern=f"the optimizer got x {1 / event.coefficient:.6g} of what the clip's coefficient asks for"
-        if event.coefficient
+        pattern=f"the optimizer got x {1 / coefficient:.6g} of what the clip's coefficient asks for"
+        if coefficient
         else "the optimizer got unclipped gradients",
         params=frozenset(key for rank, key in facts.norms.parts if rank in ranks),
         ranks=tuple(sorted(ranks)),
         rank=first.rank,
         event=event,
-        factor=Factor(observed=1 / event.coefficient if event.coefficient else None),
-        effect=effect_of_clip(facts.data, facts.norms, dict.fromkeys(ranks, 1.0), event.coefficient),
+        factor=Factor(observed=1 / coefficient if coefficient else None),
+        effect=effect_of_clip(facts.data, facts.norms, dict.fromkeys(ranks, 1.0), coefficient),
     )

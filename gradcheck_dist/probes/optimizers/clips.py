@@ -7,6 +7,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import product
+from types import GeneratorType
 from typing import Any
 
 import torch
@@ -59,12 +60,13 @@ def _watch_clip(recorder: Recorder, original: Callable[..., Tensor]) -> Callable
     def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Tensor:
         if torch.compiler.is_compiling() or not recorder.recording:
             return original(parameters, max_norm, norm_type, *args, **kwargs)
+        used_up = _used_up(parameters)
         params, given = _readable(parameters)
         opened = before_clip(recorder, params)
         with inside_clip(recorder):
             total_norm = original(given, max_norm, norm_type, *args, **kwargs)
         if opened is not None:
-            after_clip(recorder, *opened, max_norm, norm_type, total_norm)
+            after_clip(recorder, *opened, max_norm, norm_type, total_norm, used_up)
         return total_norm
 
     return clip_grad_norm_
@@ -110,6 +112,16 @@ def _readable(parameters: Any) -> tuple[list[Any], Any]:
     return items, (item for item in items)
 
 
+def _used_up(parameters: Any) -> bool:
+    """Whether a generator, or a filter or map over one, was read to its end before. One over nothing was not."""
+    while isinstance(parameters, filter | map):
+        try:
+            parameters = parameters.__reduce__()[1][1]  # what it reads
+        except TypeError:
+            return False
+    return isinstance(parameters, GeneratorType) and parameters.gi_frame is None
+
+
 @guarded("clip")
 def before_clip(recorder: Recorder, params: list[Tensor]) -> tuple[int, list[ParamInfo], list[Tensor]]:
     """Tensors that have no gradient and never get one (gradients that are given in their parameters' place) are none
@@ -138,6 +150,7 @@ def after_clip(
     max_norm: float,
     norm_type: float,
     total_norm: Any,
+    used_up: bool = False,
 ) -> None:
     recorder.between_passes = recorder.sampling
     local = getattr(total_norm, "_local_tensor", total_norm)
@@ -156,6 +169,7 @@ def after_clip(
         partial=partial,
         norm_dtype=str(local.dtype).removeprefix("torch.") if isinstance(local, Tensor) else "",
         repeated=_given_again(infos, given),
+        used_up=used_up and not given,
     )
 
 
