@@ -60,7 +60,7 @@ def _watch_clip(recorder: Recorder, original: Callable[..., Tensor]) -> Callable
     def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Tensor:
         if torch.compiler.is_compiling() or not recorder.recording:
             return original(parameters, max_norm, norm_type, *args, **kwargs)
-        used_up = _used_up(parameters)
+        used_up = _used_up(recorder, parameters)
         params, given = _readable(parameters)
         opened = before_clip(recorder, params)
         with inside_clip(recorder):
@@ -112,7 +112,8 @@ def _readable(parameters: Any) -> tuple[list[Any], Any]:
     return items, (item for item in items)
 
 
-def _used_up(parameters: Any) -> bool:
+@guarded("clip")
+def _used_up(recorder: Recorder, parameters: Any) -> bool:
     """Whether a generator, or a filter or map over one, was read to its end before. One over nothing was not."""
     while isinstance(parameters, filter | map):
         try:
@@ -150,7 +151,7 @@ def after_clip(
     max_norm: float,
     norm_type: float,
     total_norm: Any,
-    used_up: bool = False,
+    used_up: bool | None = False,
 ) -> None:
     recorder.between_passes = recorder.sampling
     local = getattr(total_norm, "_local_tensor", total_norm)
@@ -169,7 +170,7 @@ def after_clip(
         partial=partial,
         norm_dtype=str(local.dtype).removeprefix("torch.") if isinstance(local, Tensor) else "",
         repeated=_given_again(infos, given),
-        used_up=used_up and not given,
+        used_up=bool(used_up) and not given,
     )
 
 
