@@ -31,16 +31,40 @@ def of_one_loop(calls: Calls, others: Calls) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _written_alike(code: CodeType, place: Place, other: Place) -> bool:
-    """Whether a function calls the same at two places, on what neither branch of the condition around them sets."""
+    """Whether a function calls the same at two places, on what both branches of the condition around them set alike, or
+    neither."""
     for condition in _conditions(code.co_filename):
-        branches = [_call_at(branch, place) or _call_at(branch, other) for branch in (condition.body, condition.orelse)]
-        one, two = branches
+        branches = (condition.body, condition.orelse)
+        calls = [_call_at(branch, place) or _call_at(branch, other) for branch in branches]
+        one, two = calls
         if one is None or two is None or ast.dump(one) != ast.dump(two):
             continue
         if {_place(one), _place(two)} != {place, other}:
             continue
-        return not _names(one, ast.Load) & _names(condition, ast.Store)
+        mine, others = (_set_before(branch, call) for branch, call in zip(branches, (one, two), strict=True))
+        return mine == others and not _names(one, ast.Load) & _names(condition.test, ast.Store)
     return False
+
+
+def _set_before(branch: Sequence[ast.stmt], call: ast.Call) -> Sequence[str]:
+    """The statements of a branch up to a call that set a name, as they are written."""
+    found: list[str] = []
+    for statement in _bare(branch):
+        if any(node is call for node in ast.walk(statement)):
+            inner = (statement.body, statement.orelse) if isinstance(statement, ast.If) else ()  # an elif
+            return found + [one for part in inner if call in set(_nodes(part)) for one in _set_before(part, call)]
+        if _names(statement, ast.Store):
+            found.append(ast.dump(statement))
+    return found
+
+
+def _bare(statements: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements below those that open context managers."""
+    for one in statements:
+        if isinstance(one, ast.With):
+            yield from _bare(one.body)
+        else:
+            yield one
 
 
 @functools.lru_cache(maxsize=64)
