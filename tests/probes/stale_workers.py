@@ -13,7 +13,7 @@ WHERE = ("nowhere", "before the step", "behind the step", "before the step, resh
 VARIANTS = tuple(f"{kind}: {where}" for kind in ("fsdp1", "fsdp2") for where in WHERE[:3]) + tuple(
     f"fsdp2: {where}" for where in WHERE[3:]
 )
-OWNERS = ("owners: all sent", "owners: none sent", "owners: one not sent")
+OWNERS = ("owners: all sent", "owners: none sent", "owners: one not sent", "owners: none sent, nothing moves")
 STEPS = 3
 
 
@@ -60,8 +60,9 @@ def step_apart(variant: str) -> None:
     torch.manual_seed(0)
     net = Net()
     params = list(net.parameters())
-    optimizer = torch.optim.SGD([param for at, param in enumerate(params) if at % 2 == dist.get_rank()], lr=0.1)
-    lost = {"owners: all sent": [], "owners: none sent": params}.get(variant, params[:1])
+    rate = 0.0 if "nothing moves" in variant else 0.1
+    optimizer = torch.optim.SGD([param for at, param in enumerate(params) if at % 2 == dist.get_rank()], lr=rate)
+    lost = params if "none sent" in variant else params[:1] if "one not sent" in variant else []
     for step in range(STEPS):
         tokens, labels = batch(dist.get_rank(), step)
         count = (labels >= 0).sum()

@@ -39,11 +39,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+
 from gradcheck_dist.diagnosis.answer import Answer
 from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
 from gradcheck_dist.diagnosis.words import in_short
 from gradcheck_dist.events import OptimizerStep, Reduce, StaleParameters
-from gradcheck_dist.ledger.tracks import ParamKey
+from gradcheck_dist.ledger.tracks import ParamKey, Track
 
 CODE = "GS708"
 NAME = "stale-parameters"
@@ -70,12 +72,20 @@ def _kind(event: StaleParameters) -> tuple[bool, bool, bool]:
 
 def _stepped(facts: StepFacts, rank: int, event: StaleParameters) -> set[ParamKey]:
     """What optimizers of this step changed: others' gradients come to nothing. What none of this rank's has is trained
-    here all the same, and stepped by another rank that reduces its gradient with this one."""
+    here all the same, and another rank that reduces its gradient with this one was seen to step it: a step may be too
+    small for half precision, or of a learning rate of zero."""
     if not event.unmoved:
         return _read_on(facts, rank)
     trained = facts.trained_on([rank])
     partners = {peer for other in facts.data.events[rank] if isinstance(other, Reduce) for peer in other.group}
-    return {param for peer in partners - {rank} for param in _read_on(facts, peer)} & trained
+    read = {param: peer for peer in partners - {rank} for param in _read_on(facts, peer)}
+    return {param for param, peer in read.items() if param in trained and _moved(facts.data.tracks[param][peer])}
+
+
+def _moved(track: Track) -> bool:
+    """Whether a rank's own step changed a parameter in the first recorded step."""
+    both = track.begun is not None and track.left is not None
+    return both and not np.array_equal(track.begun, track.left, equal_nan=True)  # type: ignore[arg-type]
 
 
 def _read_on(facts: StepFacts, rank: int) -> set[ParamKey]:

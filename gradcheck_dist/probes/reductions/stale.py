@@ -65,12 +65,16 @@ class Stale:
         self._stepped_at: Site | None = None
         self._steps: set[int] = set()
         self._stepped: set[int] = set()  # ids of parameters, copies or not
+        self._with_gradient: tuple[int, set[int]] = (-1, set())  # a step, and what had one in it
 
     def stepping(self, infos: list[ParamInfo]) -> None:
         """An optimizer is about to change these parameters, or copies of parameters."""
         _stepping(self._recorder, self, infos)
 
     def note(self, infos: list[ParamInfo]) -> None:
+        step, ids = self._with_gradient
+        had = {info.id for info in infos if info.param.grad is not None}
+        self._with_gradient = self._recorder.step, (ids | had if step == self._recorder.step else had)
         if len(self._steps) < DELAY:
             self._stepped_at = caller_site()
         self._steps.add(self._recorder.step)
@@ -167,7 +171,8 @@ class Stale:
         if not recorder.sampling or recorder.step in self._walked or len(self._walked) >= WALKS:
             return
         self._walked.append(recorder.step)
-        stepped = recorder.read.in_step(recorder.step - 1)
+        step, ids = self._with_gradient
+        stepped = ids if step == recorder.step - 1 else set()
         if any(_MADE_IN in root.grad_fn.metadata for root in roots if root.grad_fn is not None):
             return  # all of it is older than the optimizer's step: who applies gradients a step late means it
         old: dict[int, tuple[ParamInfo, str]] = {}
