@@ -1,7 +1,7 @@
 """Forward passes compute with values that parameters had before the optimizer stepped.
 
 ## What it does
-Notes modules of FSDP that are not gathered anew behind an optimizer's step, and compares what they compute with with
+Notes modules of FSDP that are not gathered anew behind an optimizer's step, and holds what they compute with against
 the shards that the optimizer changed: FSDP gathers what is sharded, and nothing else. They were gathered between
 backward and the step (by a forward pass without a backward pass, by `unshard()`), or not resharded behind backward
 (`set_reshard_after_backward(False)`). Notes as well what autograd made of parameters in an earlier step and a loss goes
@@ -30,9 +30,11 @@ With FSDP2 call `model.reshard()` in front of the optimizer's step, or run what 
 has copies, copy its values back behind each step, and where each rank steps some parameters, broadcast them.
 
 ## References
-- torch/amp/autocast_mode.py, `autocast.__exit__` (the cache is cleared with the outermost context).
+- torch/amp/autocast_mode.py, `autocast.__exit__` (the cache is cleared with the outermost context);
+  X-GenGroup/Flow-Factory#186 (a context around all steps: flat loss).
 - pytorch/pytorch#137348 ("the next iteration's unshard will be a no-op"); pytorch/pytorch#124319
   (set_reshard_after_backward); torch/distributed/fsdp/_flat_param.py, `needs_unshard`.
+- lodestone-rock/RamTorch#13 (parameters that each rank keeps for itself after ZeRO 1's step).
 """
 
 from __future__ import annotations
