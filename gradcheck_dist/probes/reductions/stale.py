@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -59,33 +59,38 @@ class Stale:
         self._recorder = recorder
         self._handles: weakref.WeakSet[Any] = weakref.WeakSet()  # FSDP1's
         self._stepped_over: weakref.WeakSet[Any] = weakref.WeakSet()  # FSDP2's groups and FSDP1's handles
-        self._found: list[tuple[list[ParamInfo], int | Tensor, Site | None]] = []  # of the step that begins
+        self._found: list[tuple[int, list[ParamInfo], int | Tensor, Site | None]] = []  # by step
         self._walked: list[int] = []  # steps
         self._copies: dict[int, tuple[ParamInfo, set[int]]] = {}  # what is stepped in their place, and in which steps
         self._stepped_at: Site | None = None
         self._steps: set[int] = set()
         self._stepped: set[int] = set()  # ids of parameters, copies or not
         self._with_gradient: tuple[int, set[int]] = (-1, set())  # a step, and what had one in it
+        self._has_looked = False
 
     def stepping(self, infos: list[ParamInfo]) -> None:
         """An optimizer is about to change these parameters, or copies of parameters."""
         _stepping(self._recorder, self, infos)
 
     def note(self, infos: list[ParamInfo]) -> None:
-        step, ids = self._with_gradient
-        had = {info.id for info in infos if info.param.grad is not None}
-        self._with_gradient = self._recorder.step, (ids | had if step == self._recorder.step else had)
-        if len(self._steps) < DELAY:
-            self._stepped_at = caller_site()
         self._steps.add(self._recorder.step)
-        self._stepped.update(original.id for info in infos for original in originals(info))
-        if copies := [info for info in infos if info.id < 0]:
-            for info in copies:
-                self._copies.setdefault(info.id, (info, set()))[1].add(self._recorder.step)
+        if len(self._steps) <= DELAY:
+            self._learn(infos)
         groups = [one for one in self._recorder.fsdp_groups if _is_unsharded(one)]
         handles = [one for one in self._handles if one.uses_sharded_strategy and _whole(one) is not None]
         self._stepped_over.update(groups + handles)
         self._found.clear()
+
+    def _learn(self, infos: list[ParamInfo]) -> None:
+        """Who steps what, in the first steps; after these nothing is asked of it."""
+        step, ids = self._with_gradient
+        had = {info.id for info in infos if info.param.grad is not None}
+        self._with_gradient = self._recorder.step, (ids | had if step == self._recorder.step else had)
+        self._stepped_at = caller_site()
+        self._stepped.update(original.id for info in infos for original in originals(info))
+        for info in infos:
+            if info.id < 0:
+                self._copies.setdefault(info.id, (info, set()))[1].add(self._recorder.step)
 
     def gathers(self, handle: Any) -> None:
         """FSDP1 is about to use a flat parameter as a whole, which is gathered where it is not there yet."""
@@ -128,20 +133,24 @@ class Stale:
                 if not changed.is_cpu or changed:
                     found.append((info, changed))
         if found:
-            self._found.append(([info for info, _ in found], sum(changed for _, changed in found), caller_site()))
+            number = sum(changed for _, changed in found)
+            self._found.append((self._recorder.upcoming_step, [info for info, _ in found], number, caller_site()))
 
     def tell(self) -> None:
         """The first backward pass of a recorded step is about to begin."""
-        for infos, changed, site in self._found:
-            params = self._recorder.registry.param_set(infos)
-            self._recorder.emit(StaleParameters, params=params, num_changed=changed, site=site)
+        for step, infos, changed, site in self._found:
+            if step == self._recorder.step:
+                self._emit(infos, num_changed=changed, site=site)
         self._found.clear()
-        if idle := sorted({info.id: info for info in self._idle()}.items()):
-            params = self._recorder.registry.param_set([info for _, info in idle])
-            self._recorder.emit(StaleParameters, params=params, of_copies=True, site=self._stepped_at)
-        if len(self._steps) == DELAY and several_ranks() and (unmoved := list(self._unmoved())):
-            params = self._recorder.registry.param_set(unmoved)
-            self._recorder.emit(StaleParameters, params=params, unmoved=True, site=self._stepped_at)
+        if len(self._steps) == DELAY and self._recorder.step not in self._steps and not self._has_looked:
+            self._has_looked = True
+            self._emit(self._idle(), of_copies=True, site=self._stepped_at)
+            self._emit(self._unmoved() if several_ranks() else (), unmoved=True, site=self._stepped_at)
+
+    def _emit(self, infos: Iterable[ParamInfo], **fields: Any) -> None:
+        if by_id := {info.id: info for info in infos}:
+            params = self._recorder.registry.param_set([by_id[key] for key in sorted(by_id)])
+            self._recorder.emit(StaleParameters, params=params, **fields)
 
     def _idle(self) -> Iterator[ParamInfo]:
         """What is as it was when it was first seen, while an optimizer has stepped a copy of it. On an accelerator
@@ -190,9 +199,8 @@ class Stale:
             if root.grad_fn is not None:
                 root.grad_fn.metadata.setdefault(_MADE_IN, recorder.step)
         if old:
-            params = recorder.registry.param_set([old[key][0] for key in sorted(old)])
             node = ", ".join(sorted({name for _, name in old.values()}))
-            recorder.emit(StaleParameters, params=params, node=node, in_autocast=_in_autocast(), site=site)
+            self._emit([info for info, _ in old.values()], node=node, in_autocast=_in_autocast(), site=site)
 
 
 def _is_plain(tensor: Tensor) -> bool:
