@@ -42,7 +42,7 @@ MANY = 20_000
 """Nodes of a graph, beyond which it is not looked at any further."""
 COMPUTED = {"ToCopy", "Clone", "Mul", "Div", "Add", "Sub", "Rsub", "Neg", "Pow", "Exp", "Log", "Sqrt", "Rsqrt", "Abs",
             "Sum", "Mean", "LinalgVectorNorm", "Norm", "Mm", "Addmm", "Bmm", "Cat", "Stack", "Tanh", "Sigmoid",
-            "Softplus", "Softmax", "WeightNormInterface"}  # fmt: skip
+            "Softplus", "Softmax", "WeightNormInterface", "Embedding", "Index", "IndexSelect", "Gather"}  # fmt: skip
 """Nodes of what holds values of its own. A view is as new as its parameter, however old its node (a DTensor that is
 made of a local tensor once)."""
 _MADE_IN = "gradcheck: made in step"
