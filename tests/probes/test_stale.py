@@ -162,8 +162,9 @@ def test_an_older_part_of_a_graph_whose_gradients_nobody_reads_is_none_of_it(tmp
     assert "GS708" not in [finding.code for finding in diagnose_run(tmp_path / "run").findings]
 
 
-def test_what_a_step_left_as_it_was_is_not_old(tmp_path: Path) -> None:
-    """One optimizer for a maker and its critic, of which the maker has no gradient in every second step."""
+@pytest.mark.parametrize("to_none", [True, False])
+def test_what_a_step_left_as_it_was_is_not_old(tmp_path: Path, to_none: bool) -> None:
+    """One optimizer for a maker and its critic, of which the maker has no gradient, or zeros, in every second step."""
 
     def train() -> None:
         maker, critic = nn.Linear(4, 8), make_model()
@@ -174,7 +175,7 @@ def test_what_a_step_left_as_it_was_is_not_old(tmp_path: Path) -> None:
                 made = maker(torch.randn(12, 4, generator=torch.Generator().manual_seed(step)))
                 of_critic = F.cross_entropy(critic(made).float(), labels)
             of_critic.backward(retain_graph=True)
-            maker.zero_grad()
+            maker.zero_grad(set_to_none=to_none)
             optimizer.step()
             optimizer.zero_grad()
             with torch.autocast("cpu", torch.bfloat16):

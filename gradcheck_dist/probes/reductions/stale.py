@@ -84,7 +84,7 @@ class Stale:
     def _learn(self, infos: list[ParamInfo]) -> None:
         """Who steps what, in the first steps; after these nothing is asked of it."""
         step, ids = self._with_gradient
-        had = {info.id for info in infos if info.param.grad is not None}
+        had = {info.id for info in infos if info.id >= 0 and info.param.grad is not None}
         self._with_gradient = self._recorder.step, (ids | had if step == self._recorder.step else had)
         self._stepped_at = caller_site()
         self._stepped.update(original.id for info in infos for original in originals(info))
@@ -188,12 +188,9 @@ class Stale:
         for node, leaf in _uses([root.grad_fn for root in roots if root.grad_fn is not None]):
             info = recorder.registry.find(leaf)
             is_old = node.metadata.setdefault(_MADE_IN, recorder.step) != recorder.step
-            if (
-                is_old
-                and info is not None
-                and info.id in stepped
-                and name_of(node).removesuffix("Backward") in COMPUTED
-            ):
+            if not is_old or info is None or info.id not in stepped:
+                continue
+            if name_of(node).removesuffix("Backward") in COMPUTED and not recorder.registry.is_as_begun(info):
                 old[info.id] = info, node.name()
         for root in roots:
             if root.grad_fn is not None:
