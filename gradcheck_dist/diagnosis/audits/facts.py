@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TypeVar
 
 from gradcheck_dist.diagnosis.answer import Answer
 from gradcheck_dist.diagnosis.audits.unlike import Mixed, mixed
@@ -20,6 +21,8 @@ from gradcheck_dist.ledger.contributions import Contributions
 from gradcheck_dist.ledger.loss_backwards import OwnBackward
 from gradcheck_dist.ledger.tracks import ParamKey, StepData
 from gradcheck_dist.ledger.transit import Transits
+
+Kind = TypeVar("Kind", bound=Event)
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,13 @@ class StepFacts:
     def _keys(self) -> dict[tuple[int, int], ParamKey]:
         tracks = self.data.tracks.items()
         return {(rank, track.param.id): key for key, of_rank in tracks for rank, track in of_rank.items()}
+
+    def events_of(self, kind: type[Kind]) -> Iterator[tuple[int, Kind]]:
+        """The step's events of a kind, by rank."""
+        for rank, of_rank in sorted(self.data.events.items()):
+            for event in of_rank:
+                if isinstance(event, kind):
+                    yield rank, event
 
     def params_in(self, rank: int, param_set: int | None) -> frozenset[ParamKey]:
         """The parameters of a set that a rank recorded, as far as they were followed in this step."""

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from gradcheck_dist.diagnosis.finding import Unverified
+from gradcheck_dist.diagnosis.words import in_short
 from gradcheck_dist.events import Event, GradientCheck, NotChecked
 from gradcheck_dist.ledger.like_copies import are_joined, got_alike
 from gradcheck_dist.ledger.tracks import ParamKey, StepData
 from gradcheck_dist.wording import numbered, plural
 
-SHOWN = 3
 ALL_PARAMETERS = "all parameters"
 NOTHING_VERIFIED = "verify: no module's backward could be checked"
 SUMMAND = "is right only as a summand of"
@@ -111,7 +111,7 @@ def not_verified(events: Mapping[int, Iterable[Event]]) -> list[str]:
             name = f"{check.module} ({check.target} {check.name})" if check.name else check.module
             if name not in places[check.reason]:
                 places[check.reason].append(name)
-    return [f"verify: undetermined for {_some(names)}: {reason}" for reason, names in places.items()]
+    return [f"verify: undetermined for {in_short(names)}: {reason}" for reason, names in places.items()]
 
 
 def left_out(events: Mapping[int, Iterable[Event]]) -> list[Unverified]:
@@ -167,16 +167,11 @@ def unsummed(data: StepData) -> dict[tuple[int, ...], set[str]]:
 def not_summed(data: StepData) -> list[str]:
     """The same in words."""
     return [
-        f"verify: the gradient of {_some(sorted(names))} {SUMMAND} "
+        f"verify: the gradient of {in_short(sorted(names))} {SUMMAND} "
         f"{numbered('rank', group)}, which hold equal values of it, and nothing adds them up: right if these are "
         f"shards that began alike, x 1/{len(group)} if they are copies of one parameter"
         for group, names in unsummed(data).items()
     ]
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more
 
 
 def _checks(events: Mapping[int, Iterable[Event]]) -> Iterable[tuple[int, GradientCheck]]:

@@ -57,7 +57,7 @@ SAME = 1e-3
 
 def could_audit(facts: StepFacts) -> bool:
     return facts.scaled is not None or (
-        (bool(facts.norms.clips) or bool(_value_clips(facts)))
+        (bool(facts.norms.clips) or any(True for _ in facts.events_of(ClipValue)))
         and any(
             isinstance(event, AmpUnscale) or scale_of(event) is not None
             for events in facts.data.events.values()
@@ -171,15 +171,11 @@ def _factor(observed: float, right: float, scale: float) -> Factor:
     )
 
 
-def _value_clips(facts: StepFacts) -> list[tuple[int, ClipValue]]:
-    return [(rank, event) for rank, all_ in facts.data.events.items() for event in all_ if isinstance(event, ClipValue)]
-
-
 def _of_values(facts: StepFacts) -> Iterator[Remark]:
     """Elements that were clamped for their loss scale alone. A threshold that is a written number times the scale is
     meant, as for norms."""
     wrong: list[tuple[int, ClipValue, float, dict[ParamKey, np.ndarray]]] = []
-    for rank, event in _value_clips(facts):
+    for rank, event in facts.events_of(ClipValue):
         found = _unscaled_later(facts, rank, event)
         if found is None or is_round(event.clip_value / found[0]):
             continue

@@ -52,7 +52,7 @@ NAME = "unreached-parameter"
 
 
 def could_audit(facts: StepFacts) -> bool:
-    return facts.data.complete and any(step.grads_missing is not None for _, step in _steps(facts))
+    return facts.data.complete and any(step.grads_missing is not None for _, step in facts.events_of(OptimizerStep))
 
 
 def audit(facts: StepFacts) -> Iterator[Remark]:
@@ -62,7 +62,7 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
     keys = {(rank, track.param.id): key for key, of_key in facts.data.tracks.items() for rank, track in of_key.items()}
     found: dict[ParamKey, list[int]] = {}
     events: list[tuple[int, OptimizerStep]] = []
-    for rank, step in _steps(facts):
+    for rank, step in facts.events_of(OptimizerStep):
         params = [*facts.data.params_of(rank, step.unreached), *_filled(facts, rank, step)]
         cut = [key for param in params if (key := keys.get((rank, param))) is not None and key not in reached]
         for key in cut:
@@ -128,10 +128,3 @@ def _stages_cut(stages: list[int]) -> Answer:
         fix="Look for what the stage's backward lost: with FSDP2 below a schedule that computes the gradients of "
         "weights apart, set reshard_after_forward=False; else a detach or no_grad in the stage.",
     )
-
-
-def _steps(facts: StepFacts) -> list[tuple[int, OptimizerStep]]:
-    return [
-        (rank, event) for rank, of_rank in facts.data.events.items() for event in of_rank
-        if isinstance(event, OptimizerStep)
-    ]  # fmt: skip

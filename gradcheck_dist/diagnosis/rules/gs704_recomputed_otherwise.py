@@ -37,12 +37,12 @@ NAME = "recomputed-otherwise"
 
 
 def could_audit(facts: StepFacts) -> bool:
-    return any(True for _ in _events(facts))
+    return any(True for _ in facts.events_of(Recompute))
 
 
 def audit(facts: StepFacts) -> Iterator[Remark]:
     by_line: dict[object, list[tuple[int, Recompute]]] = defaultdict(list)
-    for rank, event in _events(facts):
+    for rank, event in facts.events_of(Recompute):
         by_line[(event.site.file, event.site.line) if event.site else None].append((rank, event))
     for found in by_line.values():
         params: set[ParamKey] = set()
@@ -64,10 +64,3 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
             rank=rank,
             event=first,
         )
-
-
-def _events(facts: StepFacts) -> Iterator[tuple[int, Recompute]]:
-    for rank, of_rank in sorted(facts.data.events.items()):
-        for event in of_rank:
-            if isinstance(event, Recompute):
-                yield rank, event

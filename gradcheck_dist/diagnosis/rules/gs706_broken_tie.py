@@ -49,13 +49,13 @@ NAME = "broken-tie"
 
 
 def could_audit(facts: StepFacts) -> bool:
-    return any(True for _ in _events(facts))
+    return any(True for _ in facts.events_of(BrokenTie))
 
 
 def audit(facts: StepFacts) -> Iterator[Remark]:
     trained = facts.trained_on(facts.data.events.keys())
     found: dict[frozenset[ParamKey], list[tuple[int, BrokenTie]]] = {}
-    for rank, event in _events(facts):
+    for rank, event in facts.events_of(BrokenTie):
         params = facts.params_in(rank, event.params) & trained
         if len(params) > 1 and not _is_written(facts, rank, event):
             found.setdefault(params, []).append((rank, event))
@@ -97,10 +97,3 @@ def _tied(facts: StepFacts, rank: int, event: BrokenTie) -> str:
     names = {of_key[rank].param.id: key[1] for key, of_key in facts.data.tracks.items() if rank in of_key}
     first, *rest = [names[one] for one in sorted(facts.data.params_of(rank, event.params)) if one in names]
     return " = ".join([*rest, first])
-
-
-def _events(facts: StepFacts) -> Iterator[tuple[int, BrokenTie]]:
-    for rank, of_rank in sorted(facts.data.events.items()):
-        for event in of_rank:
-            if isinstance(event, BrokenTie):
-                yield rank, event

@@ -48,14 +48,14 @@ UNEXPLAINED = "GS000"
 
 
 def could_audit(facts: StepFacts) -> bool:
-    return any(True for _ in _events(facts))
+    return any(True for _ in facts.events_of(ReplacedParameters))
 
 
 def audit(facts: StepFacts) -> Iterator[Remark]:
     trained = facts.trained_on(facts.data.events.keys())
     params: set[ParamKey] = set()
     found: list[tuple[int, ReplacedParameters]] = []
-    for rank, event in _events(facts):
+    for rank, event in facts.events_of(ReplacedParameters):
         if on_rank := facts.params_in(rank, event.params) & trained:
             params |= on_rank
             found.append((rank, event))
@@ -88,10 +88,3 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
         event=first,
         explains=follows,
     )
-
-
-def _events(facts: StepFacts) -> Iterator[tuple[int, ReplacedParameters]]:
-    for rank, of_rank in sorted(facts.data.events.items()):
-        for event in of_rank:
-            if isinstance(event, ReplacedParameters):
-                yield rank, event

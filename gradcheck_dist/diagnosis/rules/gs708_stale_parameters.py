@@ -61,8 +61,8 @@ def could_audit(facts: StepFacts) -> bool:
 def audit(facts: StepFacts) -> Iterator[Remark]:
     found = [
         (rank, event, params)
-        for rank, event in _events(facts)
-        if (params := facts.params_in(rank, event.params) & _stepped(facts, rank, event))
+        for rank, event in facts.events_of(StaleParameters)
+        if event.num_changed != 0 and (params := facts.params_in(rank, event.params) & _stepped(facts, rank, event))
     ]
     for kind in dict.fromkeys(_kind(event) for _, event, _ in found):
         yield _remark([one for one in found if _kind(one[1]) == kind])
@@ -146,10 +146,3 @@ def _answer(event: StaleParameters, shown: str) -> Answer:
         "before the optimizer changed them: the forward pass computes with their old values.",
         fix="Compute what is made of these parameters in each step anew, in its forward pass.",
     )
-
-
-def _events(facts: StepFacts) -> Iterator[tuple[int, StaleParameters]]:
-    for rank, of_rank in sorted(facts.data.events.items()):
-        for event in of_rank:
-            if isinstance(event, StaleParameters) and event.num_changed != 0:
-                yield rank, event

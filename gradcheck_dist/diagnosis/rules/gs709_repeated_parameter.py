@@ -38,14 +38,14 @@ NAME = "repeated-parameter"
 
 
 def could_audit(facts: StepFacts) -> bool:
-    return any(True for _ in _events(facts))
+    return any(True for _ in facts.events_of(OptimizerStep))
 
 
 def audit(facts: StepFacts) -> Iterator[Remark]:
     trained = facts.trained_on(facts.data.events.keys())
     params: set[ParamKey] = set()
     found: list[tuple[int, OptimizerStep]] = []
-    for rank, event in _events(facts):
+    for rank, event in facts.events_of(OptimizerStep):
         if repeated := facts.params_in(rank, event.repeated) & trained:
             params |= repeated
             found.append((rank, event))
@@ -67,10 +67,3 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
         rank=rank,
         event=first,
     )
-
-
-def _events(facts: StepFacts) -> Iterator[tuple[int, OptimizerStep]]:
-    for rank, of_rank in sorted(facts.data.events.items()):
-        for event in of_rank:
-            if isinstance(event, OptimizerStep):
-                yield rank, event
