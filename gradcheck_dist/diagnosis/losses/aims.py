@@ -36,6 +36,7 @@ from gradcheck_dist.diagnosis.losses.written_coefficients import in_words as coe
 from gradcheck_dist.diagnosis.losses.written_coefficients import is_called_a_weight, written_coefficients
 from gradcheck_dist.diagnosis.losses.written_coefficients import without as without_coefficients
 from gradcheck_dist.diagnosis.weights.cells import MAX_SPREAD, SIGMAS, Held, judge
+from gradcheck_dist.diagnosis.weights.fractions import fraction_of
 from gradcheck_dist.events import EXCHANGES_PROBE, Exchange
 from gradcheck_dist.ledger.contributions import Contribution, ContributionKey, Contributions
 from gradcheck_dist.ledger.discarded import discarded, emptied_at, evaluated_again, never_reduced, told_apart, without
@@ -461,8 +462,7 @@ def _usual(
         for seen, _, nominal, _, error in best
         if abs(nominal - seen) <= min(SAME, max(EXACT, SIGMAS * error)) * seen
     ]
-    number = Fraction(documented[0] if documented else value)
-    return number.limit_denominator(10**9) or number  # a loss scale that is taken out twice leaves next to nothing
+    return fraction_of(documented[0] if documented else value)
 
 
 def _least_done(group: list[Transfer]) -> tuple[int, int, tuple[int, int]]:

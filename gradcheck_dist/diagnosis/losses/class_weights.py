@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import replace
-from fractions import Fraction
 
 from gradcheck_dist.diagnosis.causes.vocabulary import LOSS_SCALE
 from gradcheck_dist.diagnosis.weights.cells import MATERIAL, loss_rounding
 from gradcheck_dist.diagnosis.weights.degrees import is_of_degrees
+from gradcheck_dist.diagnosis.weights.fractions import fraction_of
 from gradcheck_dist.ledger.contributions import Contribution, ContributionKey, Contributions
 
 SCALES = (1.0, *(2.0**exponent for exponent in range(int(LOSS_SCALE), 25)))
@@ -22,7 +22,7 @@ def by_class_weights(contributions: Contributions) -> Contributions | None:
         loss, count = contribution.loss, contribution.num_tokens
         if loss is None or loss.num_weighted_tokens is None or count is None or contribution.weight is None:
             return None
-        total = Fraction(loss.num_weighted_tokens).limit_denominator(10**9)
+        total = fraction_of(loss.num_weighted_tokens)
         of_mean = loss.reduction == "mean" and total > 0  # a pass whose labels are all ignored has neither
         weight = contribution.weight * (count / float(total) if of_mean else 1.0)
         by_key[key] = replace(contribution, num_tokens=total, weight=weight)  # type: ignore[arg-type]

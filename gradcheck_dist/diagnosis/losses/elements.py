@@ -18,6 +18,7 @@ import msgspec
 from gradcheck_dist.diagnosis.losses.summed_again import made_up_for, summed_again
 from gradcheck_dist.diagnosis.weights.cells import MAX_SPREAD, Cell, Held
 from gradcheck_dist.diagnosis.weights.degrees import degrees_of, same
+from gradcheck_dist.diagnosis.weights.fractions import fraction_of
 from gradcheck_dist.events import LossGradient
 from gradcheck_dist.ledger.contributions import Contribution, ContributionKey, Contributions
 from gradcheck_dist.wording import numbered
@@ -270,7 +271,7 @@ def _sum_of_weights(one: Contribution) -> Fraction | None:
     if not beside or one.weight is None or one.num_tokens is None:
         return None
     total = one.weight * one.num_tokens / beside
-    return Fraction(total).limit_denominator(10**9) if total > 0 else None
+    return fraction_of(total) if total > 0 else None
 
 
 def _weighted_sequences(one: Contribution) -> int | None:

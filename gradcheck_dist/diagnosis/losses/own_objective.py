@@ -10,6 +10,7 @@ import numpy as np
 
 from gradcheck_dist.diagnosis.losses.aim import Aim
 from gradcheck_dist.diagnosis.weights.cells import Held, loss_rounding, material
+from gradcheck_dist.diagnosis.weights.fractions import fraction_of
 from gradcheck_dist.diagnosis.weights.partial_counts import partitions
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
 from gradcheck_dist.ledger.expected import OBJECTIVES, expected_weights
@@ -78,7 +79,7 @@ def own_objective(
         scale = sum(float(expected[key]) * tokens[key] for key in expected) / sum(
             (roots[key] or 0.0) * tokens[key] for key in expected
         )
-    weights = {key: Fraction((roots[key] or 0.0) * scale).limit_denominator(10**12) for key in expected}
+    weights = {key: fraction_of((roots[key] or 0.0) * scale, 10**12) for key in expected}
     return OwnObjective(target.filled(weights), anchored)
 
 
@@ -93,7 +94,7 @@ def own_division(
         return None
     if any(2 * cell.margin >= abs(roots[cell.key]) for cell in cells):
         return None  # noise would hide any other division
-    return {key: weight * Fraction(roots[key]).limit_denominator(10**12) for key, weight in expected.items()}
+    return {key: weight * fraction_of(roots[key], 10**12) for key, weight in expected.items()}
 
 
 def _usual(

@@ -17,6 +17,7 @@ import numpy as np
 
 from gradcheck_dist.diagnosis.losses.elements import SAME, Expect, Judge, counted_each
 from gradcheck_dist.diagnosis.weights.cells import Held
+from gradcheck_dist.diagnosis.weights.fractions import fraction_of
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
 
 EXACT = 1e-5
@@ -57,7 +58,7 @@ def _by_count(
         weights = {key: float(one.contributions.by_key[key].weight or 0.0) for key in due}
         alike = all(abs(cell.ratio - common) <= max(cell.margin, SAME * common) for cell in cells)
         if common > 0 and alike and all(weights.values()):
-            return {key: _fraction(common * float(share) / weights[key]) for key, share in due.items()}
+            return {key: fraction_of(common * float(share) / weights[key]) for key, share in due.items()}
     return {}
 
 
@@ -68,10 +69,10 @@ def _by_sum(contributions: Contributions, measured: list[Held]) -> dict[Contribu
         if key in contributions.by_key:
             seen[key].append(value)
     weights = {key: median(values) for key, values in seen.items()}
-    if weights.keys() != contributions.by_key.keys() or len(set(map(_fraction, weights.values()))) < 2:
+    if weights.keys() != contributions.by_key.keys() or len(set(map(fraction_of, weights.values()))) < 2:
         return {}
     alike = all(abs(one - weights[key]) <= SAME * weights[key] for key, values in seen.items() for one in values)
-    return {key: _fraction(value) for key, value in weights.items()} if alike and _come_to_one(weights) else {}
+    return {key: fraction_of(value) for key, value in weights.items()} if alike and _come_to_one(weights) else {}
 
 
 def _transfers(measured: list[Held]) -> Iterator[tuple[ContributionKey, float]]:
@@ -89,7 +90,3 @@ def _come_to_one(weights: Mapping[ContributionKey, float]) -> bool:
     for key, value in weights.items():
         of_pass[key[1:]].append(value)
     return all(len(ranks) > 1 and min(ranks) > 0 and abs(sum(ranks) - 1) <= EXACT for ranks in of_pass.values())
-
-
-def _fraction(value: float) -> Fraction:
-    return Fraction(value).limit_denominator(10**9)
