@@ -12,7 +12,7 @@ from simulator import Key, Trainer, World
 from gradcheck_dist.diagnosis.engine import diagnose
 from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.diagnosis.rules.gs705_unshared_batch import _read_one_batch
-from gradcheck_dist.events import Loss, Reduce
+from gradcheck_dist.events import Event, Loss, LossGradient, Reduce, Samples
 from gradcheck_dist.ledger.contributions import Contribution, Contributions
 
 SHARDS = "layers.0.weight"
@@ -30,8 +30,9 @@ def of_the_world(key: Key, tokens: dict[Key, int]) -> float:
 APART = Trainer(root=of_its_group, impl="hsdp", op="sum", data_ranks=4, replicas=2, join_replicas=False, accumulation=2)
 
 
-def judged(trainer: Trainer, *, shards: bool = True, labels: bool = True) -> Report:
-    """`shards`: groups 0, 1 and 2, 3 began with values of their own under one name; `labels`: labels were seen."""
+def judged(trainer: Trainer, *, shards: bool = True, labels: bool = True, empty: tuple[int, ...] = ()) -> Report:
+    """`shards`: groups 0, 1 and 2, 3 began with values of their own under one name; `labels`: labels were seen;
+    `empty`: all labels of these ranks are ignored."""
     run, apart = World(trainer).run(), not trainer.join_replicas
     for rank, trace in run.ranks.items():
         for id, param in trace.params.items():
@@ -45,7 +46,17 @@ def judged(trainer: Trainer, *, shards: bool = True, labels: bool = True) -> Rep
             else event
             for event in trace.events
         ]
+        if rank in empty:
+            trace.events = [without_labels(event) for event in trace.events]
     return diagnose(run)
+
+
+def without_labels(event: Event) -> Event:
+    if isinstance(event, Loss | LossGradient):
+        return msgspec.structs.replace(event, num_tokens=0)
+    if isinstance(event, Samples):
+        return msgspec.structs.replace(event, values=bytes(len(event.values)))
+    return event
 
 
 def codes(report: Report) -> list[str]:
@@ -57,6 +68,10 @@ def test_shards_that_work_on_a_batch_each_are_one_finding() -> None:
     assert (finding.code, finding.name, finding.ranks) == ("GS705", "unshared-batch", [0, 1, 2, 3])
     assert finding.first_event is not None and finding.first_event.kind == "loss"
     assert "Ranks 0,1 | 2,3" in finding.explanation and SHARDS in finding.explanation
+
+
+def test_so_they_are_where_all_labels_of_one_batch_are_ignored() -> None:
+    assert codes(judged(APART, empty=(2, 3))) == ["GS705"]
 
 
 @pytest.mark.parametrize(("labels", "swapped"), [((5, 5, 6, 6), True), ((5, 6, 5, 6), False), ((5, 6, 7, 8), False)])

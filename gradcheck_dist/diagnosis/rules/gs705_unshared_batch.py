@@ -183,7 +183,7 @@ def _clips(facts: StepFacts, shards: Iterable[Held], own: Mapping[int, Own]) -> 
     for held in shards:
         mine = own[held.rank]
         found[held.rank] += [cell.observed / float(mine[cell.key]) for cell in held.cells if cell.key in mine]
-    clips = {rank: median(ratios) for rank, ratios in found.items()}
+    clips = {rank: median(ratios or [1.0]) for rank, ratios in found.items()}  # a batch may have no labels
     # Of what was freed of such a clip already, a constant before it is not known.
     freed = facts.by_norm is not None and facts.by_norm.of_copies
     sure = clips.keys() == own.keys() and (freed or clipped_apart(clips, facts.data, facts.norms))
