@@ -4,11 +4,24 @@ fit is named as damage there, and nothing behind the reader stumbles over it."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import isfinite
 from typing import Any
 
 import numpy as np
 
-from gradcheck_dist.events import AFTER, LEAF, AnyRecord, Header, Norms, Param, ParamValues, Plan, Samples
+from gradcheck_dist.events import (
+    AFTER,
+    LEAF,
+    AmpUnscale,
+    AnyRecord,
+    Header,
+    Norms,
+    Param,
+    ParamValues,
+    Plan,
+    Samples,
+    ScaleGrads,
+)
 
 SIZES = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
 """Bytes of a sampled value, by legal dtype."""
@@ -112,12 +125,24 @@ class Checks:
             return f"of step {norms.step} has {len(norms.rows)} bytes of rows and {len(norms.values)} of values"
         return ""
 
+    def _amp_unscale(self, event: AmpUnscale) -> str:
+        if event.found_inf:
+            return ""  # a scale that was halved ever again ends at zero, and nothing is stepped by then
+        return _divides(event.step, event.scale)
+
+    def _scale_grads(self, event: ScaleGrads) -> str:
+        return _divides(event.step, event.divisor)
+
 
 def header_problem(header: Header) -> str:
     """What cannot be in a header; empty when it is sound."""
     if header.rank >= header.world_size:
         return f"rank {header.rank} of a world of {header.world_size}"
     return ""
+
+
+def _divides(step: int, divisor: float) -> str:
+    return "" if isfinite(divisor) and divisor else f"of step {step} divides gradients by {divisor:g}"
 
 
 def _ends(positions: bytes) -> tuple[int, int]:
@@ -131,4 +156,6 @@ _CHECKS = {
     Plan: Checks._plan,
     Samples: Checks._samples,
     Norms: Checks._norms,
+    AmpUnscale: Checks._amp_unscale,
+    ScaleGrads: Checks._scale_grads,
 }

@@ -10,7 +10,9 @@ import pytest
 from tiny_runs import write_run
 
 from gradcheck_dist.errors import GradcheckError
+from gradcheck_dist.events import AmpUnscale, AnyRecord, ScaleGrads
 from gradcheck_dist.stream.diagnose import diagnose_run
+from gradcheck_dist.trace.checks import Checks
 from gradcheck_dist.trace.frames import MAGIC, frame, iter_frames
 from gradcheck_dist.trace.reader import read_trace
 from gradcheck_dist.trace.run import read_run
@@ -56,6 +58,20 @@ def test_a_record_that_cannot_be_is_named_with_its_value(
     assert words in " ".join(map(str, read_trace(trace_path(folder, 0)).damage))
     report = diagnose_run(folder)
     assert any(words in problem for problem in report.coverage.problems)
+
+
+def test_a_division_by_what_divides_nothing_is_damage_but_where_an_overflow_skipped_the_step() -> None:
+    told: list[str] = []
+    events: list[AnyRecord] = [
+        *(AmpUnscale(seq=1, t_ns=0, step=0, scale=scale, params=0) for scale in (float("inf"), 0.0, 8.0)),
+        ScaleGrads(seq=2, t_ns=0, step=0, divisor=0.0, params=0),
+        AmpUnscale(seq=3, t_ns=0, step=1, scale=0.0, params=0, found_inf=True),
+    ]
+    assert Checks().sort(events, told.append) == [events[2], events[4]]
+    assert told == [
+        *(f"a amp_unscale record of step 0 divides gradients by {scale}" for scale in ("inf", "0")),
+        "a scale_grads record of step 0 divides gradients by 0",
+    ]
 
 
 @pytest.mark.parametrize("change", [{"world_size": 1 << 50}, {"world_size": 0}, {"rank": 9}, {"axes": {"tp": -1}}])

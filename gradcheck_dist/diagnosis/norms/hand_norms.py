@@ -153,6 +153,8 @@ def _taken(
     acted = [rank for rank, factor in factors.items() if factor < 1 - FAR]
     if not acted or max(factors.values()) > 1 + FAR or tolerance > MOST_VAGUE or not truth.known:
         return None
+    if min(factors.values()) <= 0:
+        return None  # nothing is left, which no clip does
     if truth.exact and is_round(truth.middle, tolerance):
         return None  # the right norm
     least = 2 * tolerance if copies else FAR
