@@ -214,7 +214,7 @@ def makes_up_for(case: Case, data: StepData) -> str | None:
     the input was computed from of a function that sums what arrives whole on each of its ranks. Or one loss that all
     compute on what they gathered, times their number: each rank's gradient is its own share alone.
     """
-    if case.pattern.kind != "uniform" or case.terms:
+    if case.pattern.kind != "uniform":
         return None
     near = max(UNDOES, case.pattern.tolerance)
     of_leaves: dict[int, tuple[Faulty, set[int]]] = {}

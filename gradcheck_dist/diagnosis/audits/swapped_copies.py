@@ -24,7 +24,7 @@ def counted_for_each_copy(data: StepData, contributions: Contributions) -> list[
 
 def copies_are_made_up_for(case: Case, data: StepData) -> str | None:
     """Why a factor accuses nobody: it is what makes up for the copies, on parameters of which each rank has its own."""
-    if case.pattern.kind != "uniform" or case.terms:
+    if case.pattern.kind != "uniform":
         return None
     near = max(UNDOES, case.pattern.tolerance)
     for one in _of_one_batch(data, case.context.contributions):

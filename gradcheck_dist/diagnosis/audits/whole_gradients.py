@@ -49,8 +49,6 @@ class Whole(NamedTuple):
 
 def whole_is_counted_once(case: Case, data: StepData) -> str | None:
     """Why a factor accuses nobody: it counts once what is whole on each rank."""
-    if not case.held or case.terms:
-        return None
     for one in _found(data, case.context.contributions):
         times = 1 / len(one.ranks)
         near = max(UNDOES, case.pattern.tolerance)
@@ -66,7 +64,7 @@ def leave_whole_open(cases: Iterable[Case], data: StepData) -> tuple[list[Case],
     names: dict[tuple[tuple[int, ...], str], set[str]] = defaultdict(set)
     for case in cases:
         lacking = case.culprit.absent or is_alone(case.event)
-        found = _whole_on(case, data) if lacking and not case.terms else {}
+        found = _whole_on(case, data) if lacking else {}
         for key, ranks in found.items():
             without = "over them" if any(len(group) > 1 for group in _reduced_over(data, key)) else ""
             names[ranks, without].add(key[1])

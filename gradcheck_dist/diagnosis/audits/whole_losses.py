@@ -79,7 +79,7 @@ def shares_of_one_loss(data: StepData, contributions: Contributions) -> list[str
 
 def share_is_made_up_for(case: Case, data: StepData) -> str | None:
     """Why a factor accuses nobody: losses that weigh as many times more as there are ranks with shares of them."""
-    if case.pattern.kind != "uniform" or case.terms:
+    if case.pattern.kind != "uniform":
         return None
     whole = whole_loss(data, case.context.contributions)
     if whole is None or abs(case.pattern.factor / whole.num_ranks - 1) > max(UNDOES, case.pattern.tolerance):
@@ -90,7 +90,7 @@ def share_is_made_up_for(case: Case, data: StepData) -> str | None:
 def part_of_one_loss(case: Case, data: StepData) -> str | None:
     """Why a factor accuses nobody: parts of a classifier whose classes are on all ranks get the gradient of the one
     loss whole, and its tokens, for which every rank stands that reduces others' gradients with these, count once."""
-    if case.pattern.kind != "uniform" or case.terms:
+    if case.pattern.kind != "uniform":
         return None
     whole = _one_loss(data, case.context.contributions)
     if whole is None or abs(case.pattern.factor / whole.num_ranks - 1) > max(UNDOES, case.pattern.tolerance):

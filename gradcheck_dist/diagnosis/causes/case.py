@@ -33,10 +33,11 @@ POWER = 1e-3
 class Case:
     """Everything known about one suspected fault. `everywhere`: it concerns all that was judged. `names` are names of
     the pattern's factor, `base_names` of the base of a geometric pattern, simplest first. `terms` are the auxiliary
-    loss terms that it concerns, evaluated on `term_ranks`; none where it concerns the main loss. `norms` are those of
-    the step. `summing` is the reduction that adds up what are whole means of each rank's losses. `skipped`: what
-    lines that reduce others multiply these by besides, which is lacking, too; None where it is not one number. `whole`
-    are the cells with all of that. `idle`: whether a wrapper around all of these reduced nothing in the step."""
+    loss terms that it concerns, evaluated on `term_ranks`, and it holds no weights then; none where it concerns the
+    main loss. `norms` are those of the step. `summing` is the reduction that adds up what are whole means of each
+    rank's losses. `skipped`: what lines that reduce others multiply these by besides, which is lacking, too; None where
+    it is not one number. `whole` are the cells with all of that. `idle`: whether a wrapper around all of these reduced
+    nothing in the step."""
 
     context: StepContext
     culprit: Culprit

@@ -38,7 +38,7 @@ def _reduced(case: Case, judged: Sequence[Held]) -> set[tuple[int, ContributionK
 
 
 def _is_skipped(case: Case, lacking: set[tuple[ParamKey, int]], reduced: set[tuple[int, ContributionKey]]) -> bool:
-    if case.terms or any((held.param, held.rank) not in lacking for held in case.held):
+    if any((held.param, held.rank) not in lacking for held in case.held):
         return False
     wrong = {(id(held), cell.key) for held, cell in case.cells if not cell.right}
     cells = [(held, cell) for held in case.held for cell in held.cells if (id(held), cell.key) in wrong]

@@ -102,7 +102,7 @@ def without_combined(cases: list[Case], means: OwnMeans) -> list[Case]:
     forward passes of which nothing came, in any task."""
     if not means.combined:
         return cases
-    return [case for case in cases if case.terms or _of_whole_forwards(case, means.forwards)]
+    return [case for case in cases if _of_whole_forwards(case, means.forwards)]
 
 
 def _of_whole_forwards(case: Case, forwards: Forwards) -> bool:

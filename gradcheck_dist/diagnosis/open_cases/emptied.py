@@ -31,7 +31,7 @@ def _taken_away(case: Case, data: StepData) -> bool:
     is None, or all zeros, on every rank that holds them, and the optimizer steps others that have one. So layers are
     frozen for a while (DINO's last layer in its first epoch). No wrong constant and no reduction leaves that behind."""
     culprit = case.culprit
-    if not culprit.unrecorded or not isinstance(culprit.before, OptimizerStep | Clip | GradientNorm) or case.terms:
+    if not culprit.unrecorded or not isinstance(culprit.before, OptimizerStep | Clip | GradientNorm):
         return False
     holders = {(held.param, rank) for held in case.held for rank in held.ranks}
     if any((held.param, rank) not in holders for held in case.held for rank in data.tracks[held.param]):

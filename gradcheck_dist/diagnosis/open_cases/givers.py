@@ -23,7 +23,7 @@ def mean_of_givers(case: Case, data: StepData) -> str | None:
     take part in the step (Megatron's MIMO, Ray's RLlib, torchft). Whether parameters that a part of the batch does not
     reach should follow the mean over all of it, or over that part, nobody declares.
     """
-    if case.culprit.absent or case.terms or case.pattern.kind != "uniform" or case.pattern.factor <= 1:
+    if case.culprit.absent or case.pattern.kind != "uniform" or case.pattern.factor <= 1:
         return None
     givers = {held.param: _givers(held.param, case, data) for held in case.held}
     if len(set(givers.values())) != 1:

@@ -19,7 +19,7 @@ def reduced_inside(case: Case, data: StepData) -> str | None:
         return stepped_together(data)
     if followed:
         return _divided_behind(case, followed[0], data)
-    too_large = case.pattern.kind == "uniform" and case.pattern.factor > 1 and not case.terms
+    too_large = case.pattern.kind == "uniform" and case.pattern.factor > 1
     place = case.context.contributions.coordinate
     reason = stepped_together(data) if too_large and all(is_own_alone(held, place) for held in case.held) else None
     return (

@@ -88,7 +88,7 @@ def _are_experts(case: Case, data: StepData) -> bool:
         told = [track.param for track in data.tracks.get(held.param, {}).values()]
         if not told or not all(param.expert and (param.partitioned or not apart) for param in told):
             return False
-    return bool(case.held)
+    return True
 
 
 def _may_be_experts(case: Case, data: StepData) -> bool:
@@ -191,7 +191,7 @@ def _may_be_own_mean(case: Case, data: StepData) -> bool:
         allowed = max(case.pattern.tolerance, EXACT)
         if not 0 < own < total or any(abs(ratio * own / total - 1) > allowed for ratio in ratios):
             return False
-    return bool(case.held)
+    return True
 
 
 def _of_own(data: StepData, track: Track, holders: Collection[int]) -> bool:

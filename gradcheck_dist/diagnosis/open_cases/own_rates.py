@@ -20,7 +20,7 @@ def own_rates(case: Case, _: StepData) -> str | None:
     passes and on all ranks, and no degree or count makes it, nor a hand that acts twice. Nobody turns gradients
     round by mistake, whatever by."""
     culprit = case.culprit
-    if culprit.kind != "backward" or culprit.unrecorded or culprit.absent or case.everywhere or case.terms:
+    if culprit.kind != "backward" or culprit.unrecorded or culprit.absent or case.everywhere:
         return None
     known = [number for number, _ in _numbers(case)]
     if not known or any(_is_counted(number, case) for number in known):

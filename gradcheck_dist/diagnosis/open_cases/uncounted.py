@@ -33,7 +33,7 @@ def without_uncounted(
         for cell in held.cells:
             cells[cell.key].append((held, cell))
     common = {key: _commonest(of_key) for key, of_key in cells.items()}
-    return [case for case in cases if case.terms or not (_is_common(case, common) or _is_all_of_a_loss(case, cells))]
+    return [case for case in cases if not (_is_common(case, common) or _is_all_of_a_loss(case, cells))]
 
 
 def _commonest(cells: Sequence[HeldCell]) -> list[HeldCell]:

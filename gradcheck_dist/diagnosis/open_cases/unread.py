@@ -53,7 +53,7 @@ def _may_be_made_up(case: Case, data: StepData) -> bool:
     of the trainer's own may divide as it updates (`p -= lr / batch_size * p.grad`), and one that is none of torch.optim
     by a number that it holds (accumulation steps, a scale); none multiplies.
     """
-    if case.pattern.kind != "uniform" or not case.everywhere or case.terms:
+    if case.pattern.kind != "uniform" or not case.everywhere:
         return False
     if not data.complete:
         return True
@@ -63,7 +63,7 @@ def _may_be_made_up(case: Case, data: StepData) -> bool:
 def turned_round(case: Case, data: StepData) -> str | None:
     """Why gradients of the negative loss accuse nobody: what steps is told to maximize, or is none of torch.optim and
     may add what it reads."""
-    if case.pattern.kind != "uniform" or not case.everywhere or case.terms or case.pattern.factor >= 0:
+    if case.pattern.kind != "uniform" or not case.everywhere or case.pattern.factor >= 0:
         return None
     steps = [event for of_rank in data.events.values() for event in of_rank if isinstance(event, OptimizerStep)]
     if not steps or not (own_optimizer(data) or all(_maximizes(step) for step in steps)):
@@ -136,7 +136,7 @@ def parts_handed_on(cases: Sequence[Case], data: StepData) -> str:
 
 def _of_other_parts(case: Case, data: StepData, behind: str) -> str | None:
     place = case.context.contributions.coordinate
-    first = _scattered(case.held[0], data) if case.held else None
+    first = _scattered(case.held[0], data)
     if first is None or not all(_scattered(held, data) and is_own_alone(held, place) for held in case.held):
         return None
     if any(_all_of(first.group, param, case) for param in {held.param for held in case.held}):
