@@ -230,6 +230,8 @@ def _judged(
     else:
         verdict.reasons += strange
     cases, hidden, by_norm, scaled = _cases(verdict, weighed, norms)
+    for case in cases:
+        case.norms = norms
     verdict.reasons += [*not_attached(data), *stepped_again(data), *arrived_twice(data)]
     if not data.complete:
         cases = _not_to_come(cases, verdict.held)

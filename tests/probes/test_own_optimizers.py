@@ -3,6 +3,7 @@ parameters hold; what cannot be known accuses nobody."""
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -350,6 +351,27 @@ def test_an_optimizer_may_divide_by_the_number_that_it_holds(
     else:
         (finding,) = report.findings
         assert (finding.code, finding.factor.expression) == ("GS303", "accumulation_steps")
+
+
+@pytest.mark.parametrize("max_norm", [0.01, 0.0137, 10_000])
+def test_an_optimizer_may_divide_by_a_loss_scale_that_clips_as_well(tmp_path: Path, max_norm: float) -> None:
+    """As old fused optimizers do: `step(scale=scale / clip)`. What leaves a norm of more digits than people write, or
+    makes gradients longer, is no clip."""
+    made: list[Dividing] = []
+
+    def update(model: nn.Module) -> None:
+        if not made:
+            made.append(Dividing(list(model.parameters()), None))
+        norm = math.hypot(*(float(grad(param).norm()) for param in model.parameters()))
+        made[0].step(scale=norm / max_norm)
+        made[0].zero_grad()
+
+    report = judged(tmp_path, update, divisor=1 / 1024)
+    if max_norm == 0.01:
+        assert (report.verdict, report.findings) == ("undetermined", [])
+        assert "holds scale" in report.reasons[0] and "is 0.01, as a clip" in report.reasons[0]
+    else:
+        assert [finding.code for finding in report.findings] == ["GS303"]
 
 
 def test_numbers_that_an_optimizer_counts_make_no_step_in_columns_another_one(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gradcheck_dist.diagnosis.causes.case import Case, factor_in_words
+from gradcheck_dist.diagnosis.norms.clips import is_round
 from gradcheck_dist.diagnosis.open_cases.inside_step import is_own_alone
 from gradcheck_dist.diagnosis.weights.cells import Held
 from gradcheck_dist.events import OWN_OPTIMIZER, OptimizerStep, Reduce, Replica
@@ -80,21 +81,35 @@ def _maximizes(step: OptimizerStep) -> bool:
 
 
 def _holder(case: Case, data: StepData) -> str:
-    """The optimizer that holds the number by which all weights are too large, in words; "" where one that steps does
-    not, or another one reads what it leaves."""
+    """The optimizer that holds the number by which all weights are too large, or one that clips them as well, in words;
+    "" where one that steps does not, or another one reads what it leaves."""
     words = ""
     for of_rank in data.events.values():
         for step in (event for event in of_rank if isinstance(event, OptimizerStep)):
             allowed = max(2 * case.pattern.tolerance, EXACT)
             names = [
-                f"{name} = {number:g}"
+                f"holds that number ({name} = {number:g})"
                 for name, number in step.numbers.items()
                 if number and min(abs(one / case.pattern.factor - 1) for one in (number, 1 / number)) <= allowed
+            ] or [
+                f"holds {name} = {number:.6g}, over which the norm of all gradients is {left:.2g}, as a clip that acts "
+                "leaves it"
+                for name, number in step.numbers.items()
+                if (left := _clipped_to(case, number)) is not None
             ]
             if not names:
                 return ""
-            words = f"{step.optimizer}, which is none of torch.optim, holds that number ({names[0]})"
+            words = f"{step.optimizer}, which is none of torch.optim, {names[0]}"
     return words
+
+
+def _clipped_to(case: Case, number: float) -> float | None:
+    """The norm that gradients have over a number which is a loss scale over the factor of a clip, as fused optimizers
+    are given it (`step(scale=scale / clip)`); None where it is none that somebody wrote, or no clip shortens so."""
+    norm = case.norms.of_model() if case.norms is not None else None
+    if norm is None or number < case.pattern.factor:
+        return None
+    return norm / number if is_round(norm / number) else None
 
 
 def read_elsewhere(case: Case, data: StepData) -> str | None:
