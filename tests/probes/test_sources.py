@@ -80,6 +80,48 @@ def test_what_divides_or_follows_counts_is_no_coefficient(tmp_path: Path, loss: 
     assert trained(tmp_path, loss, sizes).verdict == "findings"
 
 
+def in_turns(folder: Path, turns: int, divisors: tuple[int, int], *, one_line: bool, unlike: int = 0) -> Report:
+    """Two sources, the second times 0.2, each with a backward line of its own in every turn of an accumulation loop, on
+    batches of which each second one of a source has so many more tokens."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def mean(num: int) -> Tensor:
+        tokens, labels = torch.randint(20, (2, 4, num))
+        return F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
+
+    with attach(folder / "run"):
+        for _ in range(2):
+            for turn in range(turns):
+                num = 6 + turn % 2 * unlike
+                if one_line:
+                    for divisor, source_weight in zip(divisors, (1.0, 0.2), strict=True):
+                        (mean(num) / divisor * source_weight).backward()
+                else:
+                    (mean(num) / divisors[0]).backward()
+                    (mean(num + 2) / divisors[1] * 0.2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return diagnose(read_run(folder / "run"))
+
+
+@pytest.mark.parametrize("unlike", [0, 3])
+def test_sources_with_a_line_each_may_be_divided_by_the_turns_of_their_loop(tmp_path: Path, unlike: int) -> None:
+    report = in_turns(tmp_path, 2, (2, 2), one_line=False, unlike=unlike)
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert "x 1 and x 0.2 of a mean over their own tokens" in report.reasons[0]
+    assert ("count alike, however many" in report.reasons[0]) == bool(unlike)
+
+
+@pytest.mark.parametrize(("divisors", "one_line"), [((1, 2), False), ((2, 1), False), ((4, 4), False), ((2, 2), True)])
+def test_sources_that_are_divided_otherwise_are_found(
+    tmp_path: Path, divisors: tuple[int, int], one_line: bool
+) -> None:
+    """One of them alone, both twice, or passes of one line, which may as well be one loss's."""
+    assert in_turns(tmp_path, 2, divisors, one_line=one_line).verdict == "findings"
+
+
 @pytest.mark.parametrize("in_a_loop", [False, True])
 def test_lines_that_lead_into_a_library_tell_losses_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_a_loop: bool

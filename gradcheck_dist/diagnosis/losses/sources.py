@@ -4,21 +4,25 @@
     loss(model, batch).backward()
 
 Where each pass weighs by just this number what a mean over its own tokens does, nothing else divides or multiplies
-these losses. They may be meant to add up so, and nothing tells what their coefficients should come to. A number that
+these losses. Where each source has a line on which its passes begin, in each turn of an accumulation loop, they are
+divided by its turns, as passes of one loss would be. They may be meant to add up so, and nothing tells what their coefficients should come to. A number that
 follows the tokens of its pass is a share of these and no coefficient, and what divides is a normaliser.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import reduce
+from itertools import product
 from math import prod
 from operator import and_
 
 from gradcheck_dist.diagnosis.losses.aim import Aim
-from gradcheck_dist.diagnosis.losses.several_losses import MEANT, SAME, OwnMeans, fits, own_weights, usual
+from gradcheck_dist.diagnosis.losses.elements import MEANS
+from gradcheck_dist.diagnosis.losses.several_losses import MEANT, SAME, OwnMeans, fits, line_of, own_weights, usual
 from gradcheck_dist.diagnosis.weights.cells import Held
 from gradcheck_dist.diagnosis.weights.degrees import same
 from gradcheck_dist.diagnosis.weights.named_counts import may_be_a_coefficient, numbers_of
@@ -29,6 +33,11 @@ from gradcheck_dist.ledger.tracks import StepData
 
 Slot = tuple[int, int]
 """An accumulation step and a microbatch."""
+DECLARE = "gradcheck_dist.mark_loss(loss_sum, num_tokens, term=..., coefficient=...) tells"
+OF_MEANS = (
+    ". Each pass divides by its own tokens, so that these count alike, however many they are: --objective "
+    "microbatch-mean where that is meant"
+)
 
 
 def source_by_source(target: Aim, objective: str, data: StepData, measured: list[Held]) -> OwnMeans | None:
@@ -46,21 +55,43 @@ def source_by_source(target: Aim, objective: str, data: StepData, measured: list
     alike = all(same(number, next(iter(numbers.values()))) for number in numbers.values())
     if alike or not all(is_exactly_written(number) for number in numbers.values()) or _follow(numbers, counts):
         return None
-    own = own_weights(target, objective, slots.values())
-    shares = {slot: usual(measured, target.contributions, own, keys) for slot, keys in slots.items()}
-    if not all(same(shares[slot], numbers[slot], SAME) for slot in slots):
-        return None
-    scaled = target.filled({key: own[key] * Fraction(numbers[slot]) for slot, keys in slots.items() for key in keys})
-    if not fits(measured, target.contributions, scaled):
-        return None
-    lines = dict.fromkeys(f"{one.site.short} ({one.written})" for of_slot in found.values() for one in of_slot)
-    shown = " and ".join(f"x {number:.4g}" for number in dict.fromkeys(numbers.values()))
-    reason = (
-        f"passes weigh {shown} of a mean over their own tokens, as {' and '.join(lines)} multiplies their losses: "
-        f"sources of data, or tasks, that have a coefficient each and add up. {MEANT.capitalize()} is not known. "
-        "gradcheck_dist.mark_loss(loss_sum, num_tokens, term=..., coefficient=...) tells"
-    )
-    return OwnMeans(replace(target, expected=scaled), reasons=[reason])
+    for sources, meant in product((_by_line(target, slots, numbers), [[slot] for slot in slots]), (objective, MEANS)):
+        keys_of = [[key for slot in of_source for key in slots[slot]] for of_source in sources]
+        own = own_weights(target, meant, keys_of)
+        shares = [usual(measured, target.contributions, own, keys) for keys in keys_of]
+        factors = [numbers[of_source[0]] for of_source in sources]
+        if not shares or not all(same(share, number, SAME) for share, number in zip(shares, factors, strict=True)):
+            continue
+        scaled = target.filled(
+            {key: own[key] * Fraction(number) for number, keys in zip(factors, keys_of, strict=True) for key in keys}
+        )
+        if fits(measured, target.contributions, scaled):
+            lines = dict.fromkeys(f"{one.site.short} ({one.written})" for of_slot in found.values() for one in of_slot)
+            shown = " and ".join(f"x {number:.4g}" for number in dict.fromkeys(numbers.values()))
+            unlike = "" if meant == objective else OF_MEANS
+            reason = (
+                f"passes weigh {shown} of a mean over their own tokens, as {' and '.join(lines)} multiplies their "
+                f"losses: sources of data, or tasks, that have a coefficient each and add up. {MEANT.capitalize()} is "
+                f"not known. {DECLARE}{unlike}"
+            )
+            return OwnMeans(replace(target, expected=scaled), reasons=[reason])
+    return None
+
+
+def _by_line(
+    target: Aim, slots: Mapping[Slot, Sequence[ContributionKey]], numbers: Mapping[Slot, float]
+) -> list[list[Slot]]:
+    """The passes of each source where one is several passes, which begin on a line that no other has, with one number;
+    none where that is not so. What divides by their number is right then."""
+    by_key = target.contributions.by_key
+    found: dict[tuple[float, str], list[Slot]] = defaultdict(list)
+    for slot, keys in slots.items():
+        (line, *others) = {line_of(by_key[key].gradient) for key in keys}
+        if others or not line:
+            return []
+        found[numbers[slot], line].append(slot)
+    lines = {line for _, line in found}
+    return list(found.values()) if len(lines) == len(found) < len(slots) else []
 
 
 def _numbers(target: Aim, keys: list[ContributionKey]) -> list[LossNumber]:
