@@ -80,9 +80,11 @@ def test_what_divides_or_follows_counts_is_no_coefficient(tmp_path: Path, loss: 
     assert trained(tmp_path, loss, sizes).verdict == "findings"
 
 
-def in_turns(folder: Path, turns: int, divisors: tuple[int, int], *, one_line: bool, unlike: int = 0) -> Report:
+def in_turns(
+    folder: Path, turns: int, divisors: tuple[int, int], *, one_line: bool, unlike: int = 0, clips: bool = False
+) -> Report:
     """Two sources, the second times 0.2, each with a backward line of its own in every turn of an accumulation loop, on
-    batches of which each second one of a source has so many more tokens."""
+    batches of which each second one of a source has so many more tokens. `clips`: behind every turn."""
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -101,6 +103,8 @@ def in_turns(folder: Path, turns: int, divisors: tuple[int, int], *, one_line: b
                 else:
                     (mean(num) / divisors[0]).backward()
                     (mean(num + 2) / divisors[1] * 0.2).backward()
+                if clips:
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
             optimizer.step()
             optimizer.zero_grad()
     return diagnose(read_run(folder / "run"))
@@ -112,6 +116,12 @@ def test_sources_with_a_line_each_may_be_divided_by_the_turns_of_their_loop(tmp_
     assert (report.verdict, report.findings) == ("undetermined", [])
     assert "x 1 and x 0.2 of a mean over their own tokens" in report.reasons[0]
     assert ("count alike, however many" in report.reasons[0]) == bool(unlike)
+
+
+@pytest.mark.parametrize("unlike", [0, 3])
+def test_what_else_is_wrong_with_sources_does_not_accuse_their_coefficients(tmp_path: Path, unlike: int) -> None:
+    report = in_turns(tmp_path, 2, (2, 2), one_line=False, unlike=unlike, clips=True)
+    assert [finding.code for finding in report.findings] == ["GS605"]
 
 
 @pytest.mark.parametrize(("divisors", "one_line"), [((1, 2), False), ((2, 1), False), ((4, 4), False), ((2, 2), True)])

@@ -195,12 +195,12 @@ def _mixture(target: Aim, objective: str, measured: list[Held]) -> OwnMeans | No
         f"the accumulation steps weigh {shown} of a mean over the tokens of each, which add up to 1: coefficients of a "
         "mixture, if they are meant. gradcheck_dist.mark_loss(loss_sum, num_tokens, coefficient=...) tells"
     )
-    if _weigh_as(scaled, target.contributions) and not _weigh_as(target.expected, target.contributions):
+    if weigh_as(scaled, target.contributions) and not weigh_as(target.expected, target.contributions):
         return OwnMeans(replace(target, expected=target.filled(scaled)), reasons=[reason])
     return None  # something behind the losses did it
 
 
-def _weigh_as(expected: Mapping[ContributionKey, Fraction], contributions: Contributions) -> bool:
+def weigh_as(expected: Mapping[ContributionKey, Fraction], contributions: Contributions) -> bool:
     """Whether the weights at the losses are as expected, up to a factor."""
     found = [(contributions.by_key[key].weight or 0.0) / float(weight) for key, weight in expected.items()]
     return max(found) <= min(found) * (1 + SAME)

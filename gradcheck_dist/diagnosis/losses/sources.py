@@ -5,8 +5,9 @@
 
 Where each pass weighs by just this number what a mean over its own tokens does, nothing else divides or multiplies
 these losses. Where each source has a line on which its passes begin, in each turn of an accumulation loop, they are
-divided by its turns, as passes of one loss would be. They may be meant to add up so, and nothing tells what their coefficients should come to. A number that
-follows the tokens of its pass is a share of these and no coefficient, and what divides is a normaliser.
+divided by its turns, as passes of one loss would be. They may be meant to add up so, and nothing tells what their
+coefficients should come to. A number that follows the tokens of its pass is a share of these and no coefficient, and
+what divides is a normaliser.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from operator import and_
 
 from gradcheck_dist.diagnosis.losses.aim import Aim
 from gradcheck_dist.diagnosis.losses.elements import MEANS
-from gradcheck_dist.diagnosis.losses.several_losses import MEANT, SAME, OwnMeans, fits, line_of, own_weights, usual
+from gradcheck_dist.diagnosis.losses.several_losses import MEANT, OwnMeans, fits, line_of, own_weights, weigh_as
 from gradcheck_dist.diagnosis.weights.cells import Held
 from gradcheck_dist.diagnosis.weights.degrees import same
 from gradcheck_dist.diagnosis.weights.named_counts import may_be_a_coefficient, numbers_of
@@ -55,27 +56,38 @@ def source_by_source(target: Aim, objective: str, data: StepData, measured: list
     alike = all(same(number, next(iter(numbers.values()))) for number in numbers.values())
     if alike or not all(is_exactly_written(number) for number in numbers.values()) or _follow(numbers, counts):
         return None
-    for sources, meant in product((_by_line(target, slots, numbers), [[slot] for slot in slots]), (objective, MEANS)):
-        keys_of = [[key for slot in of_source for key in slots[slot]] for of_source in sources]
-        own = own_weights(target, meant, keys_of)
-        shares = [usual(measured, target.contributions, own, keys) for keys in keys_of]
-        factors = [numbers[of_source[0]] for of_source in sources]
-        if not shares or not all(same(share, number, SAME) for share, number in zip(shares, factors, strict=True)):
-            continue
-        scaled = target.filled(
-            {key: own[key] * Fraction(number) for number, keys in zip(factors, keys_of, strict=True) for key in keys}
-        )
-        if fits(measured, target.contributions, scaled):
-            lines = dict.fromkeys(f"{one.site.short} ({one.written})" for of_slot in found.values() for one in of_slot)
-            shown = " and ".join(f"x {number:.4g}" for number in dict.fromkeys(numbers.values()))
-            unlike = "" if meant == objective else OF_MEANS
-            reason = (
-                f"passes weigh {shown} of a mean over their own tokens, as {' and '.join(lines)} multiplies their "
-                f"losses: sources of data, or tasks, that have a coefficient each and add up. {MEANT.capitalize()} is "
-                f"not known. {DECLARE}{unlike}"
-            )
-            return OwnMeans(replace(target, expected=scaled), reasons=[reason])
-    return None
+    by_line = _by_line(target, slots, numbers)
+    readings = [
+        (sources is by_line, meant, _scaled(target, meant, sources, slots, numbers))
+        for sources, meant in product((by_line, [[slot] for slot in slots]), dict.fromkeys((objective, MEANS)))
+        if sources
+    ]
+    right = [one for one in readings if fits(measured, target.contributions, one[-1])]
+    # Something else may be wrong with gradients behind such losses.
+    right = right or [one for one in readings if one[0] and weigh_as(one[-1], target.contributions)]
+    if not right:
+        return None
+    _, meant, scaled = right[0]
+    lines = dict.fromkeys(f"{one.site.short} ({one.written})" for of_slot in found.values() for one in of_slot)
+    shown = " and ".join(f"x {number:.4g}" for number in dict.fromkeys(numbers.values()))
+    reason = (
+        f"passes weigh {shown} of a mean over their own tokens, as {' and '.join(lines)} multiplies their losses: "
+        f"sources of data, or tasks, that have a coefficient each and add up. {MEANT.capitalize()} is not known. "
+        f"{DECLARE}{'' if meant == objective else OF_MEANS}"
+    )
+    return OwnMeans(replace(target, expected=target.filled(scaled)), reasons=[reason])
+
+
+def _scaled(
+    target: Aim,
+    objective: str,
+    sources: Sequence[Sequence[Slot]],
+    slots: Mapping[Slot, Sequence[ContributionKey]],
+    numbers: Mapping[Slot, float],
+) -> dict[ContributionKey, Fraction]:
+    """What passes weigh as means of their source, times the number before each."""
+    own = own_weights(target, objective, [[key for slot in source for key in slots[slot]] for source in sources])
+    return {key: weight * Fraction(numbers[key[1:]]) for key, weight in own.items()}
 
 
 def _by_line(
