@@ -47,7 +47,7 @@ from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
 from gradcheck_dist.diagnosis.steps.thrown_away import leave_thrown_away_open
 from gradcheck_dist.diagnosis.steps.turns import tell_turns
 from gradcheck_dist.diagnosis.steps.uncounted_beside import tell_uncounted
-from gradcheck_dist.diagnosis.steps.undone_behind import leave_assumed_open
+from gradcheck_dist.diagnosis.steps.undone_behind import leave_assumed_open, leave_clipped_by_rank_open
 from gradcheck_dist.diagnosis.steps.unfollowed import without_keepers
 from gradcheck_dist.diagnosis.steps.unrecorded import passes_of, tell_unlike, tell_unusual
 from gradcheck_dist.diagnosis.steps.waiting import name_waiting
@@ -142,6 +142,7 @@ def conclude(
     tell_unusual(verdicts, passes)
     confirm(verdicts)
     leave_assumed_open(verdicts)
+    leave_clipped_by_rank_open(verdicts)
     tell_uncounted(verdicts)
     leave_drift_between_open(run, verdicts)
     if len(inferred := {(one.context.objective, one.context.objective_from) for one in verdicts}) == 1:

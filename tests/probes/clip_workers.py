@@ -260,3 +260,47 @@ def clip_summands(run_dir: str, whole: bool) -> None:
             optimizer.step()
             optimizer.zero_grad()
     dist.destroy_process_group()
+
+
+def zero_by_parameters(run_dir: str, norm: str) -> None:
+    """Two ranks that average gradients of scaled losses, and own some parameters each, in one flat copy, whose gradient
+    one line unscales and clips: by the norm of "all" parameters, or of the rank's "own"; "unscaled" in front of that by
+    a line of its own."""
+    from gradcheck_dist.probes import attach
+
+    dist.init_process_group("gloo")
+    rank, scale = dist.get_rank(), 1024.0
+    with attach(run_dir):
+        torch.manual_seed(0)
+        model = Net()
+        parts = [list(model.parameters())[first::2] for first in range(2)]
+        flats = [torch.cat([param.data.flatten() for param in part]) for part in parts]
+        for flat, part in zip(flats, parts, strict=True):
+            for param, piece in zip(part, flat.split([one.numel() for one in part]), strict=True):
+                param.data = piece.view_as(param)
+        owned = flats[rank].clone().requires_grad_()
+        optimizer = torch.optim.SGD([owned], lr=0.1)
+        data = torch.Generator().manual_seed(rank)
+        for _ in range(3):
+            tokens, labels = torch.randint(20, (2, 4, 6), generator=data)
+            loss = torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
+            (loss * scale).backward()
+            for param in model.parameters():
+                assert param.grad is not None
+                dist.all_reduce(param.grad)
+                param.grad /= dist.get_world_size()
+            owned.grad = torch.cat([param.grad.flatten() for param in parts[rank] if param.grad is not None])
+            model.zero_grad()
+            rest = scale
+            if norm.startswith("unscaled"):
+                owned.grad.mul_(1 / scale)
+                rest = 1.0
+            square = owned.grad.square().sum()
+            if "own" not in norm:
+                dist.all_reduce(square)
+            owned.grad.mul_(1 / (max(1.0, float(square.sqrt()) / rest / 0.01) * rest))
+            optimizer.step()
+            flats[rank].copy_(owned.detach())
+            for owner, flat in enumerate(flats):
+                dist.broadcast(flat, src=owner)
+    dist.destroy_process_group()

@@ -137,3 +137,14 @@ def test_norms_of_summands_leave_a_clip_by_hand_open(whole: bool, tmp_path: Path
     assert (report.verdict, report.findings) == ("undetermined", [])
     told = any("ranks of one model are clipped by hand by unlike coefficients" in reason for reason in report.reasons)
     assert told != whole
+
+
+@pytest.mark.parametrize(
+    ("norm", "codes"), [("all", []), ("own", ["GS601"]), ("unscaled, all", []), ("unscaled, own", ["GS601"])]
+)
+def test_a_line_that_clips_by_each_ranks_norm_may_unscale_as_well(norm: str, codes: list[str], tmp_path: Path) -> None:
+    """The loss scale that it divides by was accused at the loss, beside the clip."""
+    report = judged(tmp_path / "run", "zero_by_parameters", str(tmp_path / "run"), norm)
+    assert sorted({finding.code for finding in report.findings}) == codes
+    if codes and "unscaled" not in norm:
+        assert any("a clip by hand at clip_workers.py" in reason for reason in report.reasons), report.reasons

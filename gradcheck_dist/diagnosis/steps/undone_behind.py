@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from gradcheck_dist.diagnosis.causes.vocabulary import TOKENS, is_scale
 from gradcheck_dist.diagnosis.finding import Finding
 from gradcheck_dist.diagnosis.norms.clips import is_round
+from gradcheck_dist.diagnosis.rules import gs601_local_clip_norm as local_clip
 from gradcheck_dist.diagnosis.steps.step_verdict import Change, StepVerdict, cause
 
 SURE = 1e-2
@@ -62,6 +63,20 @@ def leave_assumed_open(verdicts: Iterable[StepVerdict]) -> None:
         for finding in list(verdict.findings):
             if _may_be_undone(verdict, finding, []):
                 _leave_open(verdict, finding, f"a clip by hand{assumed.where}")
+
+
+def leave_clipped_by_rank_open(verdicts: Iterable[StepVerdict]) -> None:
+    """The same for a clip by hand by each rank's own norm, which stays a finding: what else its lines divide by is in
+    the numbers by which it shortens."""
+    for verdict in verdicts:
+        for clip in [one for one in verdict.findings if one.code == local_clip.CODE]:
+            event = clip.first_event
+            if event is None or event.kind == "clip":  # of torch's own, which divides by nothing else
+                continue
+            line = f" at {event.place.rpartition('/')[2]}" if event.line else ""
+            for finding in list(verdict.findings):
+                if finding.num_parameters <= clip.num_parameters and _may_be_undone(verdict, finding, []):
+                    _leave_open(verdict, finding, f"a clip by hand{line}")
 
 
 def _leave_open(verdict: StepVerdict, finding: Finding, words: str) -> None:
