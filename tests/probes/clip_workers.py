@@ -265,7 +265,7 @@ def clip_summands(run_dir: str, whole: bool) -> None:
 def zero_by_parameters(run_dir: str, norm: str) -> None:
     """Two ranks that average gradients of scaled losses, and own some parameters each, in one flat copy, whose gradient
     one line unscales and clips: by the norm of "all" parameters, or of the rank's "own"; "unscaled" in front of that by
-    a line of its own."""
+    a line of its own; or which it never clips, of sums over ranks ("never, summed")."""
     from gradcheck_dist.probes import attach
 
     dist.init_process_group("gloo")
@@ -288,7 +288,7 @@ def zero_by_parameters(run_dir: str, norm: str) -> None:
             for param in model.parameters():
                 assert param.grad is not None
                 dist.all_reduce(param.grad)
-                param.grad /= dist.get_world_size()
+                param.grad /= 1 if "summed" in norm else dist.get_world_size()
             owned.grad = torch.cat([param.grad.flatten() for param in parts[rank] if param.grad is not None])
             model.zero_grad()
             rest = scale
@@ -298,7 +298,8 @@ def zero_by_parameters(run_dir: str, norm: str) -> None:
             square = owned.grad.square().sum()
             if "own" not in norm:
                 dist.all_reduce(square)
-            owned.grad.mul_(1 / (max(1.0, float(square.sqrt()) / rest / 0.01) * rest))
+            most = 1e6 if "never" in norm else 0.01
+            owned.grad.mul_(1 / (max(1.0, float(square.sqrt()) / rest / most) * rest))
             optimizer.step()
             flats[rank].copy_(owned.detach())
             for owner, flat in enumerate(flats):

@@ -148,3 +148,14 @@ def test_a_line_that_clips_by_each_ranks_norm_may_unscale_as_well(norm: str, cod
     assert sorted({finding.code for finding in report.findings}) == codes
     if codes and "unscaled" not in norm:
         assert any("a clip by hand at clip_workers.py" in reason for reason in report.reasons), report.reasons
+
+
+@pytest.mark.parametrize("norm", ["never", "never, summed"])
+def test_a_line_that_unscales_a_copy_that_nobody_knew_yet_is_no_fault_of_the_first_step(
+    norm: str, tmp_path: Path
+) -> None:
+    """Of sums over ranks, the loss scale twice was accused at the loss, and a division by it behind."""
+    report = judged(tmp_path / "run", "zero_by_parameters", str(tmp_path / "run"), norm)
+    told = [(finding.code, finding.factor.observed, finding.steps) for finding in report.findings]
+    assert told == ([("GS303", pytest.approx(2), [0, 1, 2])] if "summed" in norm else [])
+    assert (report.verdict == "clean") == (not told)

@@ -35,6 +35,7 @@ from gradcheck_dist.diagnosis.causes.routes import SAME
 from gradcheck_dist.diagnosis.causes.spared import give_spared
 from gradcheck_dist.diagnosis.causes.token_lines import lay_tokens_to_losses, token_line
 from gradcheck_dist.diagnosis.weights.cells import SIGMAS, Cell, Held
+from gradcheck_dist.diagnosis.weights.named_counts import common_numbers
 from gradcheck_dist.diagnosis.weights.written import is_exactly_written, scales_by_hand
 from gradcheck_dist.events import Clip, GradientNorm, OptimizerStep
 from gradcheck_dist.ledger.contributions import Contributions
@@ -89,7 +90,7 @@ def blame(
     """Group the wrong cells by culprit. `quantities` are degrees and counts that a deliberate factor is made of,
     `relative`: weights are only compared with one another."""
     every = accounted(data, contributions, judged)
-    if scales_by_hand(data):
+    if scales_by_hand(data) or common_numbers(contributions):
         free_of_scales(data, contributions, every)
     lines = free_of_few(data, every)
     found = _blame(data, contributions, judged, every, quantities, relative=relative)

@@ -14,7 +14,9 @@ from gradcheck_dist.diagnosis.causes.account import Account, Gap
 from gradcheck_dist.diagnosis.causes.culprit import culprit_of_gap
 from gradcheck_dist.diagnosis.causes.hands import Judged
 from gradcheck_dist.diagnosis.causes.own_lines import between
+from gradcheck_dist.diagnosis.causes.vocabulary import is_scale
 from gradcheck_dist.diagnosis.weights.degrees import ONCE, SAME, is_of_degrees
+from gradcheck_dist.diagnosis.weights.named_counts import common_numbers
 from gradcheck_dist.diagnosis.weights.written import scale_of
 from gradcheck_dist.events import GradWrite
 from gradcheck_dist.ledger.contributions import Contributions
@@ -28,6 +30,7 @@ def free_of_scales(data: StepData, contributions: Contributions, every: Sequence
     known: dict[tuple[object, ...], float] = {}
     counted = {key: one.weight for key, one in contributions.by_key.items() if one.num_tokens is not None}
     sums = {key for key, weight in counted.items() if not weight or is_of_degrees(weight, contributions, SAME, ONCE)}
+    scales = [number.factor for number in common_numbers(contributions) if is_scale(number.factor, SAME)]
     for one in every:
         if one.cell.key in sums:
             continue
@@ -35,7 +38,7 @@ def free_of_scales(data: StepData, contributions: Contributions, every: Sequence
         for index, gap in enumerate(gaps):
             key = (one.held.param, gap.rank, id(gap.start), id(gap.end))
             if key not in known:
-                known[key] = _scale(data, one, gap)
+                known[key] = _scale(data, one, gap, scales)
             scale, documented = known[key], one.account.documented
             if documented > 0 and abs(log(documented / scale)) < abs(log(documented)):
                 gaps[index], root = replace(gap, factor=gap.factor * scale), root / scale
@@ -44,8 +47,9 @@ def free_of_scales(data: StepData, contributions: Contributions, every: Sequence
         one.account = Account(root, old.steps, gaps, old.arrived, old.leaf, old.by_hand)
 
 
-def _scale(data: StepData, one: Judged, gap: Gap) -> float:
-    """What lines of the trainer's own take out of a gradient in a bracket; 1 where nothing."""
+def _scale(data: StepData, one: Judged, gap: Gap, scales: Sequence[float]) -> float:
+    """What lines of the trainer's own take out of a gradient in a bracket; 1 where nothing. `scales`: those by which
+    lines multiply all losses."""
     track = data.tracks[one.held.param].get(gap.rank)
     if track is None or gap.inside:
         return 1.0
@@ -53,4 +57,4 @@ def _scale(data: StepData, one: Judged, gap: Gap) -> float:
         written = isinstance(event, GradWrite) and track.param.id in data.params_of(gap.rank, event.params)
         if written and (scale := scale_of(event)) is not None:
             return scale
-    return 1.0
+    return next((scale for scale in scales if abs(gap.factor * scale - 1) <= SAME), 1.0)
