@@ -94,9 +94,9 @@ def train_metrics(times: float, run_dir: str) -> None:
     dist.destroy_process_group()
 
 
-def train_by_hand(divided: bool, run_dir: str) -> None:
-    """One step of means that are divided by the passes, of which gradients are summed over ranks by hand, and `divided`
-    by their number."""
+def train_by_hand(divided: bool, behind: bool, run_dir: str) -> None:
+    """One step of means that are divided by the passes, or `behind` these by a line that writes to gradients, which are
+    summed over ranks by hand, and `divided` by their number."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo")
     torch.manual_seed(0)
@@ -105,8 +105,11 @@ def train_by_hand(divided: bool, run_dir: str) -> None:
     torch.manual_seed(1 + rank)
     with attach(run_dir):
         for _ in range(NUM_PASSES):
-            (F.mse_loss(model(torch.randn(5, 6)), torch.randn(5, 4)) / NUM_PASSES).backward()
+            loss = F.mse_loss(model(torch.randn(5, 6)), torch.randn(5, 4))
+            (loss if behind else loss / NUM_PASSES).backward()
         for param in model.parameters():
+            if behind and param.grad is not None:
+                param.grad /= NUM_PASSES
             dist.all_reduce(param.grad)
             if divided and param.grad is not None:
                 param.grad /= world

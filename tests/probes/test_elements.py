@@ -222,12 +222,14 @@ def test_a_mean_over_padding_too_is_no_average_twice_where_masks_keep_as_many_in
     assert f"weigh x {sum(kept) / 16:g} of what they would in one mean" in report.reasons[0]
 
 
+@pytest.mark.parametrize("behind", [False, True])
 @pytest.mark.parametrize(("divided", "codes"), [(True, []), (False, ["GS104"])])
 def test_means_of_ranks_that_are_summed_by_hand_are_told_at_the_sum(
-    tmp_path: Path, divided: bool, codes: list[str]
+    tmp_path: Path, divided: bool, codes: list[str], behind: bool
 ) -> None:
+    """Not at the line that divides by passes in front of it."""
     warm_up()
-    launch("element_workers:train_by_hand", (divided, str(tmp_path / "run")), 2, timeout_s=60)
+    launch("element_workers:train_by_hand", (divided, behind, str(tmp_path / "run")), 2, timeout_s=60)
     report = diagnose(read_run(tmp_path / "run"))
     assert ([finding.code for finding in report.findings], report.verdict) == (codes, "findings" if codes else "clean")
     for finding in report.findings:

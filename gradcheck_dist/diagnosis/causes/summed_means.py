@@ -22,8 +22,9 @@ def summing(data: StepData, contributions: Contributions, judged: Iterable[Held]
     """The reduction that adds up the whole means of all data ranks, where no reduction divides by anything.
 
     The weights of each rank's own tokens come to what all ranks' should together, 1 or, for tasks that are means of
-    their own, one each: its losses are complete, and right for an average. Divided by the tokens of all ranks, as is
-    right for a sum, they would come to the rank's share of these.
+    their own, one each, with what lines that write to gradients divide by (passes): its losses are complete, and right
+    for an average. Divided by the tokens of all ranks, as is right for a sum, they would come to the rank's share of
+    these.
     """
     found: list[Culprit] = []
     seen: set[tuple[object, ...]] = set()
@@ -52,13 +53,14 @@ def _summing(data: StepData, contributions: Contributions, held: Held) -> Culpri
         reductions = [(step, step.event) for step in accounted.steps if isinstance(step.event, Reduce)]
         if not reductions or abs(prod(step.factor for step, _ in reductions) - 1) > EXACT:
             return None
-        if prod(gap.factor for gap in accounted.gaps) * num_ranks < 1 + EXACT:
-            return None  # lines that nobody recorded divide by as many
+        by_lines = prod(gap.factor for gap in accounted.gaps)
+        if abs(by_lines * num_ranks - 1) <= EXACT:
+            return None  # these divide by as many
         last = reductions[-1][1]
         contribution = contributions.by_key[cell.key]
         loss_dtype = contribution.loss.dtype if contribution.loss is not None else "bfloat16"
         rounding = max(rounding, EPSILON.get(loss_dtype, EPSILON["float32"]))
-        weight = accounted.documented * float(cell.expected) * (contribution.num_tokens or 0)
+        weight = accounted.documented * by_lines * float(cell.expected) * (contribution.num_tokens or 0)
         whole[cell.key[0]] = whole.get(cell.key[0], 0.0) + weight
         expected[cell.key] = float(cell.expected) * (contribution.num_tokens or 0)
     if len(whole) < 2 or len(whole) != num_ranks:

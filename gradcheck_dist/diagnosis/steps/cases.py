@@ -223,7 +223,7 @@ def _case(verdict: StepVerdict, blamed: Blame, judged: list[Held]) -> Case:
         case.culprit = replace(case.culprit, write=write, rank=rank_of(verdict.data, write))
     else:
         case.culprit = replace(case.culprit, lines=lines_within(verdict.data, case.culprit, case.held))
-    if case.culprit.kind == "loss" and not case.culprit.unrecorded:
+    if case.culprit.kind == "loss" and (not case.culprit.unrecorded or case.culprit.gradient is not None):
         case.summing = summing(verdict.data, verdict.contributions, case.held)
     name_case(case)
     return case
