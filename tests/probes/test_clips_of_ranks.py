@@ -157,5 +157,5 @@ def test_a_line_that_unscales_a_copy_that_nobody_knew_yet_is_no_fault_of_the_fir
     """Of sums over ranks, the loss scale twice was accused at the loss, and a division by it behind."""
     report = judged(tmp_path / "run", "zero_by_parameters", str(tmp_path / "run"), norm)
     told = [(finding.code, finding.factor.observed, finding.steps) for finding in report.findings]
-    assert told == ([("GS303", pytest.approx(2), [0, 1, 2])] if "summed" in norm else [])
+    assert told == ([("GS104", pytest.approx(2), [0, 1, 2])] if "summed" in norm else [])
     assert (report.verdict == "clean") == (not told)
