@@ -33,7 +33,7 @@ from gradcheck_dist.model_events import ReducedGradient as ReducedGradient
 from gradcheck_dist.model_events import RootValue as RootValue
 from gradcheck_dist.model_events import StageGradient as StageGradient
 from gradcheck_dist.model_events import Tokens as Tokens
-from gradcheck_dist.records import Count, Index, Rank
+from gradcheck_dist.records import Count, Index, Length, Rank
 from gradcheck_dist.records import Header as Header
 from gradcheck_dist.records import LossNumber as LossNumber
 from gradcheck_dist.records import NamedGroup as NamedGroup
@@ -355,12 +355,18 @@ class Replica(Event, tag="replica"):
     """A checksum of some of a rank's parameters, equal on ranks that hold the same values: when the first backward
     pass of a step began, or (`after`) when an optimizer had stepped. `num_steps_later` counts optimizer steps behind
     the last recorded one; there only changes that no optimizer made are noted. `exchanged`, where values changed by no
-    optimizer: whether collectives moved so much since the change before that other ranks' values may be in them."""
+    optimizer: whether collectives moved so much since the change before that other ranks' values may be in them.
+    `values` are float32 bytes: `counts[i]` numbers of each parameter `params[i]`, as the last optimizer that was looked
+    at had left them, and behind all of these as many as the step begins with; none where nothing was left yet.
+    """
 
     fingerprint: int
     after: bool = False
     num_steps_later: Count = 0
     exchanged: bool | None = None
+    params: tuple[int, ...] = ()
+    counts: tuple[Length, ...] = ()
+    values: bytes = b""
 
 
 OWN_OPTIMIZER = "an own optimizer"  # stands for the name of one that is none of torch.optim

@@ -19,6 +19,7 @@ from gradcheck_dist.events import (
     Param,
     ParamValues,
     Plan,
+    Replica,
     Samples,
     ScaleGrads,
 )
@@ -120,6 +121,11 @@ class Checks:
             return f"has {len(record.values)} bytes of values, not {4 * sum(record.counts)}"
         return ""
 
+    def _replica(self, event: Replica) -> str:
+        if len(event.counts) != len(event.params) or len(event.values) != 8 * sum(event.counts):
+            return f"of step {event.step} has {len(event.values)} bytes of values of {len(event.params)} parameters"
+        return ""
+
     def _norms(self, norms: Norms) -> str:
         if len(norms.rows) % 12 or len(norms.values) * 12 != len(norms.rows) * 8:
             return f"of step {norms.step} has {len(norms.rows)} bytes of rows and {len(norms.values)} of values"
@@ -153,6 +159,7 @@ def _ends(positions: bytes) -> tuple[int, int]:
 _CHECKS = {
     Param: Checks._param,
     ParamValues: Checks._param_values,
+    Replica: Checks._replica,
     Plan: Checks._plan,
     Samples: Checks._samples,
     Norms: Checks._norms,

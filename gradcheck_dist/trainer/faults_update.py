@@ -1,4 +1,4 @@
-"""Faults in data, recomputation, clipping, loss scale and log. Imports no torch."""
+"""Faults in data, recomputation, clipping, loss scale, update and log. Imports no torch."""
 
 from __future__ import annotations
 
@@ -100,6 +100,16 @@ def exhausted_generator(model: nn.Module, max_norm: float | None, pipeline_group
     return float(norm)
 
 
+def own_learning_rate(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
+    """Stands in for loop.build_optimizer. Odd ranks step half as far."""
+    import torch
+    import torch.distributed as dist
+
+    halved = dist.is_initialized() and dist.get_rank() % 2 == 1
+    kind = torch.optim.SGD if config.optimizer == "sgd" else torch.optim.AdamW
+    return kind(model.parameters(), lr=config.lr / 2 if halved else config.lr)
+
+
 def counted_per_shard(norm: float, config: TrainConfig) -> float:
     """Stands in for clip.logged_norm."""
     return float(norm * config.axes.world_size**0.5)
@@ -199,6 +209,13 @@ FAULTS = (
         "Gradients of the first step are right; later ones are those of the parameters of a step before.",
         f"{_CLIP}:clip_gradients",
         gather_behind_clip,
+    ),
+    Fault(
+        "learning-rate-by-rank",
+        "A scheduler that looks at each rank's own loss has halved the learning rate on odd ranks. Gradients of the "
+        "first step are right; then ranks reduce gradients of models of their own.",
+        "gradcheck_dist.trainer.loop:build_optimizer",
+        own_learning_rate,
     ),
     Fault(
         "reported-norm-wrong",

@@ -118,7 +118,7 @@ OTHERS = (
     *("reported-norm-wrong", "validation-scale", "ac-without-rng-state"),
     *("found-inf-not-shared", "overflow-in-first-stage", "scaled-in-flight"),
     *("unscaled-twice", "input-gradients-add-up", "tie-broken-by-tp"),
-    "gathered-before-step",
+    *("gathered-before-step", "learning-rate-by-rank"),
 )
 """Faults with a test of their own below."""
 
@@ -302,6 +302,15 @@ def test_what_is_gathered_before_the_step_computes_with_what_was_there_before_it
     assert late == pytest.approx(still, rel=1e-5)
     assert late != pytest.approx(right, rel=1e-2)
     assert first > 0
+
+
+def test_a_learning_rate_of_its_own_takes_each_rank_to_another_model() -> None:
+    layout = {**DDP, "steps": 2, "lr": 0.1, "optimizer": "sgd"}
+    (gradients, results), (right, plain) = faulty("learning-rate-by-rank", **layout), run(small(**layout))
+    for of_rank in gradients:  # in the first step
+        assert_same(of_rank, right[0])
+    assert results[0].steps[0].loss == plain[0].steps[0].loss
+    assert results[0].steps[1].loss != pytest.approx(plain[0].steps[1].loss, rel=1e-3)
 
 
 def test_copies_that_tensor_parallelism_unties_add_up_to_the_right_gradient() -> None:

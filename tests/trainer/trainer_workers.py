@@ -52,17 +52,17 @@ def several(configs: list[TrainConfig]) -> list[tuple[Gradients, Any] | str]:
 
 def step_gradients(config: TrainConfig) -> tuple[Gradients, Any]:
     """Whole gradients, by name, as the optimizer of this rank finds them in the first step; and the result."""
-    from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
 
     from gradcheck_dist.trainer import clip, loop
 
     seen: list[Gradients] = []
     models: list[Any] = []
-    build_optimizer = loop.build_optimizer
+    update = loop.Trainer.update
 
-    def remember_model(model: Any, config: TrainConfig) -> Optimizer:
-        models.append(model)
-        return build_optimizer(model, config)
+    def remember_model(trainer: loop.Trainer) -> float:
+        models.append(trainer.model)
+        return update(trainer)
 
     def look(*_: Any) -> None:
         with whole_parameters(models[0]):
@@ -78,13 +78,13 @@ def step_gradients(config: TrainConfig) -> tuple[Gradients, Any]:
         }
         seen.append({name: grad.detach().float().numpy().copy() for name, grad in whole.items()})
 
-    loop.build_optimizer = remember_model
+    loop.Trainer.update = remember_model  # type: ignore[method-assign]
     handle = register_optimizer_step_pre_hook(look)
     try:
         return_value = loop.train(config)
     finally:
         handle.remove()
-        loop.build_optimizer = build_optimizer
+        loop.Trainer.update = update  # type: ignore[method-assign]
     return seen[0], return_value
 
 

@@ -77,7 +77,7 @@ def mixed(data: StepData, coordinate: Mapping[int, int]) -> Mixed:
     alike: list[ParamKey] = []
     concerned: set[int] = set()
     for key, of_rank in data.tracks.items():
-        for rank, event, group in _reductions(data, key, of_rank):
+        for rank, event, group in reductions_of(data, key, of_rank):
             holders = _holders(data, {peer: of_rank[peer] for peer in group}, event)
             if holders is None:
                 continue
@@ -125,7 +125,7 @@ def _declared(data: StepData) -> Iterator[Unlike]:
                         yield Unlike(key, rank, event, holders, declared=True)
 
 
-def _reductions(
+def reductions_of(
     data: StepData, key: ParamKey, of_rank: dict[int, Track]
 ) -> Iterator[tuple[int, Reduce, tuple[int, ...]]]:
     """The reductions of a parameter over ranks that each hold a tensor of this name, every group once."""

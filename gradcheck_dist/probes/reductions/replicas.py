@@ -178,7 +178,8 @@ class Replicas:
         own, copied = _checksums(host)
         noted = event(seq=seq, fingerprint=own)
         if not noted.after:
-            noted = event(seq=seq, fingerprint=own, exchanged=self._exchanged(host[0], moved))
+            before = self._before(host[0])
+            noted = event(seq=seq, fingerprint=own, exchanged=self._exchanged(host[0], moved), **before)
         if noted.after:
             self._left, self._in_copies = own, copied  # with these the first look behind the recorded steps compares
             self._left_values = host[0].clone()
@@ -186,6 +187,17 @@ class Replicas:
             left = Replica(seq=free, t_ns=noted.t_ns, step=noted.step - 1, fingerprint=own, after=True)
             self.recorder.writer.append(left)
         self.recorder.writer.append(noted)
+
+    def _before(self, begun: Tensor) -> dict[str, Any]:
+        """What an optimizer had left, and what a step begins with, for its event."""
+        left = self._left_values
+        if left is None or not len(left) == len(begun) == sum(len(which) for _, which in self._chosen):
+            return {}
+        return {
+            "params": tuple(info.id for info, _ in self._chosen),
+            "counts": tuple(len(which) for _, which in self._chosen),
+            "values": torch.stack([left, begun]).float().numpy().tobytes(),
+        }
 
     def _compare(self, after: bool, later: int, moved: int, host: Tensor) -> None:
         found, copied = _checksums(host)

@@ -1,0 +1,41 @@
+"""Copies of one model that ranks reduce together and do not keep alike (GS107)."""
+
+from __future__ import annotations
+
+import pytest
+from drifting_workers import DRIFT, RIGHT
+
+from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.stream.diagnose import diagnose_run
+from gradcheck_dist.trainer.launch import launch, warm_up
+
+RANKS = 3
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
+    warm_up()
+    folder = tmp_path_factory.mktemp("drifting")
+    launch("drifting_workers:run", (str(folder),), RANKS, timeout_s=150)
+    return {variant: diagnose_run(folder / variant) for variant in (*DRIFT, *RIGHT)}
+
+
+@pytest.mark.parametrize("variant", DRIFT)
+def test_copies_that_go_apart_are_found(reports: dict[str, Report], variant: str) -> None:
+    (finding,) = reports[variant].findings
+    later = variant in ("learning rates, later", "a decay behind the step")
+    assert finding.code == "GS107" and finding.steps[0] >= (2 if later else 1) and finding.steps[-1] == 3
+    groups = "0 | 1,2" if variant == "state of the optimizer" else "0 | 1 | 2"
+    assert finding.pattern.endswith(f"ranks {groups}") and finding.first_event is not None
+    assert finding.first_event.kind == "optimizer_step"
+    assert ("times 3: another learning rate" in finding.explanation) == (
+        variant in ("learning rates", "learning rates, by hand")
+    )
+    assert ("what set them apart came later" in finding.explanation) == later
+
+
+@pytest.mark.parametrize("variant", RIGHT)
+def test_what_keeps_copies_alike_or_means_them_apart_is_not(reports: dict[str, Report], variant: str) -> None:
+    report = reports[variant]
+    assert not [one for one in report.findings if one.code == "GS107"], report.findings
+    assert variant == "learning rates, one model each" or report.verdict == "clean", (report.findings, report.reasons)
