@@ -87,6 +87,7 @@ from gradcheck_dist.ledger.largest import filled_up, told_picked
 from gradcheck_dist.ledger.loss_backwards import own_backwards, words_of
 from gradcheck_dist.ledger.mixed_labels import mixed_labels
 from gradcheck_dist.ledger.references import without_emptied, without_references
+from gradcheck_dist.ledger.repeated_batches import told_repeated
 from gradcheck_dist.ledger.several_terms import several_terms
 from gradcheck_dist.ledger.summed_losses import summed_losses
 from gradcheck_dist.ledger.vocabulary_shards import unlike_shards
@@ -220,6 +221,7 @@ def _judged(
     norms = step_norms(judge.run, data, recorded.coordinate)
     verdict.grad_norm = None if verdict.lost or judge.run.missing_ranks else norms.of_model()
     verdict.remarks += [*losses_beside(recorded, data.events, verdict.held), *told_evaluated(data.events)]
+    verdict.remarks += told_repeated(data, recorded)
     verdict.term_weights = list(term_weights(recorded, data.events, verdict.held))
     if weighed is None:
         verdict.reasons += [] if verdict.lost else weighed_apart(recorded)

@@ -13,10 +13,11 @@ from collections.abc import Container
 
 import numpy as np
 
-from gradcheck_dist.events import SHARDING, Exchange, Reduce
-from gradcheck_dist.ledger.contributions import Contributions, losses_of_rank
+from gradcheck_dist.events import SHARDING, Backward, Exchange, Reduce
+from gradcheck_dist.ledger.contributions import Contribution, Contributions, losses_of_rank
 from gradcheck_dist.ledger.strangers import copies, loss_values
 from gradcheck_dist.ledger.tracks import StepData, Track
+from gradcheck_dist.wording import numbered
 
 SAME = 1e-3
 """Relative difference of gradients of one batch on two ranks: with the same numbers they are equal bits."""
@@ -39,6 +40,42 @@ def repeating(data: StepData, contributions: Contributions) -> list[tuple[int, .
         if alike:
             found.append((first, *alike))
     return found
+
+
+def told_repeated(data: StepData, contributions: Contributions) -> list[str]:
+    """Data ranks whose accumulation steps all train on one batch, in words: a loader that is begun anew for each, or a
+    batch that is fetched in front of their loop. Dropout makes passes over one batch unlike, and they are not told."""
+    events = (event for of_rank in data.events.values() for event in of_rank)
+    if any(isinstance(event, Backward) and event.first_of_forward is not None for event in events):
+        return []  # one forward pass is differentiated again, which is told elsewhere
+    passes: dict[int, dict[int, Contribution]] = defaultdict(dict)
+    for (place, step, _), one in contributions.by_key.items():
+        if step in passes[place] or not one.label_hash or not one.value or one.loss_rank is None:
+            return []
+        passes[place][step] = one
+    told = []
+    for place, of_place in sorted(passes.items()):
+        first, *others = of_place.values()
+        alike = (first.label_hash, first.num_tokens, first.value)
+        if others and all((one.label_hash, one.num_tokens, one.value) == alike for one in others):
+            leaves = [
+                [track.leaves[one.key[1:]][1].data for one in of_place.values() if one.key[1:] in track.leaves]
+                for of_rank in data.tracks.values()
+                if (track := of_rank.get(first.loss_rank or 0)) is not None
+            ]
+            if any(leaves) and all(_same(part, parts[0]) for parts in leaves for part in parts):
+                told.append(place)
+    if not told:
+        return []
+    num = len(passes[told[0]])
+    return [
+        f"the {num} accumulation steps of {numbered('data rank', told)} train on one batch (labels, losses and "
+        "gradients are the same): fetch a batch in each, from one iterator, unless that is meant"
+    ]
+
+
+def _same(mine: np.ndarray, theirs: np.ndarray) -> bool:
+    return bool(np.array_equal(mine, theirs, equal_nan=True))
 
 
 def batches_given(data: StepData, rank: int) -> tuple[object, ...]:

@@ -1,9 +1,16 @@
-"""Ranks that add up gradients by hand and were fed one batch."""
+"""Ranks that add up gradients by hand and were fed one batch, and accumulation steps that are."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import torch
+import torch.nn.functional as F
+from one_process import judged, record
+from probe_workers import batch
 from repeated_batch_workers import VARIANTS
+from torch import nn
 
 from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.stream.diagnose import diagnose_run
@@ -37,3 +44,26 @@ def test_batches_of_ones_own_are_clean(reports: dict[str, Report]) -> None:
 def test_ranks_that_divide_the_work_or_reduce_nothing_share_a_batch(reports: dict[str, Report], variant: str) -> None:
     """Shards that were drawn from one seed have equal gradients, but activations go between them."""
     assert not repeated(reports, variant)
+
+
+@pytest.mark.parametrize(("which", "told"), [([0, 0, 0], True), ([0, 1, 0], False), ([0], False)])
+@pytest.mark.parametrize("dropout", [False, True])
+def test_accumulation_steps_of_one_batch_are_told(
+    *, which: list[int], told: bool, dropout: bool, tmp_path: Path
+) -> None:
+    """Dropout makes passes over one batch unlike."""
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        total = sum(int((batch(0, k)[1] >= 0).sum()) for k in which)
+        for k in which:
+            tokens, labels = batch(0, k)
+            logits = F.dropout(model(tokens), 0.1, dropout).flatten(0, 1)
+            (F.cross_entropy(logits, labels.flatten(), reduction="sum") / total).backward()
+        optimizer.step()
+
+    record(step, tmp_path / "run", steps=2)
+    report = judged(tmp_path / "run")
+    notes = [note for note in report.coverage.notes if "on one batch" in note]
+    assert report.verdict == "clean" and len(notes) == int(told and not dropout)
+    assert all("the 3 accumulation steps of data rank 0" in note for note in notes)
