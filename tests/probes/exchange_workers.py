@@ -57,6 +57,7 @@ TENSOR = (
     "tensor parallel, summed in place",
     "tensor parallel, summed in place and again in backward",
     "tensor parallel, no sum in front of the columns",
+    "tensor parallel, dropout from unlike seeds",
     "tensor parallel, averaged in backward",
     "tensor parallel, averaged in place in backward",
     "tensor parallel, bias divided",
@@ -270,6 +271,9 @@ class Model(nn.Module):
             h = (Scatter if "not divided" in self.variant else ScatterMean).apply(h)
             h = h + torch.tanh(self.keys(h))
             h = (GatherSliced if "sliced" in self.variant else Gather).apply(h)
+        if "dropout" in self.variant:
+            kept = torch.Generator().manual_seed(dist.get_rank())
+            h = h * (torch.rand(h.shape, generator=kept) > 0.2)
         logits: Tensor = self.head(h)
         return logits
 

@@ -211,6 +211,12 @@ def test_gradients_that_differ_behind_a_sum_are_told_with_the_place_to_look(repo
     assert found.severity == "error"
 
 
+def test_losses_that_are_unlike_on_one_batch_say_to_look_at_what_is_drawn(reports: dict[str, Report]) -> None:
+    first, *_ = reports["tensor parallel, dropout from unlike seeds"].findings
+    assert first.code == "GS802" and "The losses are unlike though the labels are the same" in first.explanation
+    assert first.fix.startswith("If these ranks compute one loss") and "dropout" in first.fix
+
+
 def test_sums_behind_a_function_that_sums_in_vain_are_no_findings_of_their_own(reports: dict[str, Report]) -> None:
     (found,) = reports["tensor parallel, not summed in front of the head"].findings
     assert found.code == "GS802"

@@ -42,11 +42,13 @@ BY_VERIFY = f"{VERIFY} with central differences whether the gradient is right"
 @dataclass(frozen=True)
 class Faulty:
     """An exchange whose backward is not its forward's transpose. `shared`: its ranks have one loss, on the same
-    tokens. `share`: what an average over the ranks leaves of a loss's gradient, where each computes it whole."""
+    tokens; `unlike_losses`: on the same tokens each has another one. `share`: what an average over the ranks leaves of
+    a loss's gradient, where each computes it whole."""
 
     passed: Passed
     shared: bool
     share: float | None = None
+    unlike_losses: bool = False
 
     @property
     def name(self) -> str:
@@ -122,8 +124,9 @@ def faults(data: StepData, contributions: Contributions, weights_right: bool) ->
             if not sums and not alone_before_one_loss(data, one):
                 continue  # shards that were drawn from one seed: summands are as alike as whole gradients
         apart = losses_differ(data, one) and one.outcome != "unlike"  # of which that is a consequence
-        shared = not apart and len({contributions.coordinate.get(rank, rank) for rank in one.ranks}) == 1
-        fault = Faulty(one, shared)
+        one_batch = len({contributions.coordinate.get(rank, rank) for rank in one.ranks}) == 1
+        shared = one_batch and not apart
+        fault = Faulty(one, shared, unlike_losses=one_batch and apart)
         if one.outcome == "kept":
             if apart and one.first.stopped:
                 result.reasons.append(

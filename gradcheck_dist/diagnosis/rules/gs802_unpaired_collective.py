@@ -119,7 +119,8 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
                     if first.passed.first.operation in _DECLARE
                     else _SUM_BEHIND
                     if parts
-                    else f"Let the backward of {first.name} {_OWES[first.passed.forward]}{_written(first)}."
+                    else (_UNLIKE_LOSSES if first.passed.outcome == "own" and first.unlike_losses else "")
+                    + f"Let the backward of {first.name} {_OWES[first.passed.forward]}{_written(first)}."
                     + (_BEHIND if first.passed.outcome == "own" and first.shared else "")
                     + (_FUNCTIONAL if first.passed.first.operation else "")
                 )
@@ -167,6 +168,12 @@ _SUM_BEHIND = (
 _BEHIND = (
     " Or, if all ranks should go on alike, look behind it: a column-parallel layer whose backward does not sum its "
     "input's gradient, or dropout from unlike seeds."
+)
+
+
+_UNLIKE_LOSSES = (
+    "If these ranks compute one loss, let them go on alike: seed what is drawn behind this line (dropout, noise of a "
+    "router) alike on all of them, or sum there what each has a part of. If each has a loss of its own: "
 )
 
 
@@ -270,6 +277,8 @@ def _what(fault: Faulty) -> str:
             f"All ranks hold the result alike, and the gradients {whose} that arrive there differ: they are summands. "
             "Backward gives each rank its own summand, so what the others want of its input is lost to all layers in "
             "front."
+            + " The losses are unlike though the labels are the same ones on these ranks."
+            * fault.unlike_losses
         )
     if passed.outcome == "scaled":
         size = len(passed.ranks)
