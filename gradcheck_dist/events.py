@@ -381,6 +381,10 @@ REPLACED_UNSEEN = (
     "emptied before anybody saw what was read. Write to gradients in place (p.grad.mul_), or leave them there until "
     "the next forward pass"
 )
+UPDATED_BETWEEN = (
+    "parameters change between backward passes, and the optimizer of torch.optim that was made has not stepped: what "
+    "updates them is not followed beside it"
+)
 UPDATED_INSIDE = (
     "parameters are changed inside of the backward pass, by no step of an optimizer of torch.optim: what such an "
     "update reads is not followed"

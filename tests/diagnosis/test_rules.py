@@ -41,7 +41,7 @@ CASES = {
 ELSEWHERE = {
     "GS105": "diagnosis/test_unlike.py",
     "GS106": "diagnosis/test_unlike.py",
-    "GS107": "probes/test_drifting_copies.py",
+    "GS107": "probes/test_unlike_updates.py",
     "GS202": "probes/test_stage_edges.py",
     "GS203": "probes/test_stage_edges.py",
     "GS204": "probes/test_stage_edges.py",

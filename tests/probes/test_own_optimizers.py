@@ -115,6 +115,22 @@ def test_a_right_one_is_clean_and_trains_as_before(tmp_path: Path, update: Updat
     assert {step.optimizer for step in steps} == {OWN_OPTIMIZER}
 
 
+@pytest.mark.parametrize("update", [set_to_none, zero_by_hand])
+def test_one_beside_an_optimizer_of_torchs_that_never_steps_accuses_nobody(tmp_path: Path, update: Update) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    with attach(tmp_path):
+        unused = torch.optim.AdamW(model.parameters())
+        for step in range(STEPS):
+            tokens, labels = batch(0, step)
+            F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten()).backward()
+            update(model)
+        assert not unused.state
+    report = diagnose(read_run(tmp_path))
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert any("change between backward passes" in reason for reason in report.reasons)
+
+
 @pytest.mark.parametrize("update", [set_to_none, zero_by_hand, zero_grad])
 def test_what_divides_twice_is_found(tmp_path: Path, update: Update) -> None:
     [finding] = judged(tmp_path, update, divisor=ACCUMULATION).findings

@@ -193,6 +193,8 @@ SAYS = {
     "the negative of the loss is right": "Nothing to do where maximizing is meant and the factor is -1; else minimize "
     "the loss once to have its normalisation judged.",
     "changed inside of the backward pass": "Record once with an optimizer that steps behind backward.",
+    "parameters change between backward passes": "Make no optimizer of torch.optim that the program does not step, and "
+    "record again.",
     "labels are not those of the tokens": "Look how tokens and labels come together (a shift, a queue, a batch that "
     "was fetched ahead): both are to be of one pass.",
     "before any loss was seen there": "Record from a step on in which every rank has a batch (--steps N:M).",

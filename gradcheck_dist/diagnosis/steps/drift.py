@@ -18,10 +18,10 @@ from gradcheck_dist.wording import numbered
 
 SET_APART = "others when the next step begins: ranks step by learning rates of their own"
 DRIFTED = "what was not recorded in between gave each rank updates of its own"
-DRIFT = "GS107"
-SETS_APART = frozenset({"GS103", DRIFT, "GS601", "GS602", "GS607", "GS608", "GS609", "GS703", "GS802"})
+UPDATES = "GS107"
+SETS_APART = frozenset({"GS103", UPDATES, "GS601", "GS602", "GS607", "GS608", "GS609", "GS703", "GS802"})
 """What gives ranks that hold copies unequal updates: parts that are not summed, coefficients and skips of their own."""
-FOLLOWS = frozenset({"GS000", "GS103", "GS105", DRIFT, "GS703", "GS802"})
+FOLLOWS = frozenset({"GS000", "GS103", "GS105", UPDATES, "GS703", "GS802"})
 """What copies that have drifted apart look like; what began at zero is a rank's own updates alone, and unlike."""
 
 
@@ -68,12 +68,12 @@ def leave_drift(verdicts: Sequence[StepVerdict]) -> None:
     for verdict in sorted(verdicts, key=lambda one: one.context.step):
         if since is None and before is not None and _updates_set_apart(before, verdict):
             since, by_update = (before.context.step, "updates of each rank's own"), True
-        told = by_update and any(one.code == DRIFT for one in verdict.findings)
+        told = [one for one in verdict.findings if by_update and one.code == UPDATES]
         if since is not None:
             late = [
                 one
                 for one in verdict.findings
-                if (any_follows or one.code in FOLLOWS) and cause(one) not in known and not (told and one.code == DRIFT)
+                if (any_follows or one.code in FOLLOWS) and cause(one) not in known and one not in told
             ]
             verdict.findings = [one for one in verdict.findings if one not in late]
             verdict.remarks += [

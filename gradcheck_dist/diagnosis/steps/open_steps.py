@@ -24,6 +24,7 @@ from gradcheck_dist.events import (
     OWN_OPTIMIZER_PROBE,
     THREADS,
     UNNAMED,
+    UPDATED_BETWEEN,
     UPDATED_INSIDE,
     Event,
     Loss,
@@ -196,8 +197,10 @@ def replayed(data: StepData) -> bool:
 
 def out_of_sight(data: StepData) -> bool:
     """Whether the step's gradients came out of a CUDA graph, are those of several threads that train at once, or were
-    read inside of the backward pass by no optimizer of torch's: whatever is left of them says nothing."""
-    return replayed(data) or bool(data.told(THREADS)) or UPDATED_INSIDE in data.told(OWN_OPTIMIZER_PROBE)
+    read by no optimizer of torch's (inside of the backward pass, or beside one that never steps): whatever is left of
+    them says nothing."""
+    unseen = {UPDATED_BETWEEN, UPDATED_INSIDE} & set(data.told(OWN_OPTIMIZER_PROBE))
+    return replayed(data) or bool(data.told(THREADS)) or bool(unseen)
 
 
 def passes_unmatched(data: StepData) -> list[int]:

@@ -8,7 +8,8 @@ until a module is called to compute the next loss, so that they take no memory b
 On an accelerator nobody waits to compare values: there in-place changes are known by autograd's version counter.
 A parameter that another rank broadcasts behind its step is updated there: here nobody has read its gradient.
 Where parameters hold other values behind a backward pass than before it, hooks have updated them (LOMO), and what these
-read is not known; an accelerator tells that later. Where torch.optim is in use, this probe rests.
+read is not known; an accelerator tells that later. Where torch.optim is in use, this probe rests; where what was made
+of it never steps, and parameters change between passes all the same, that is told in the end.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from gradcheck_dist.events import (
     OWN_OPTIMIZER_PROBE,
     REPLACED_UNSEEN,
     UNSEEN_UPDATE,
+    UPDATED_BETWEEN,
     UPDATED_INSIDE,
     OptimizerStep,
     ProbeStatus,
@@ -72,6 +74,7 @@ class OwnOptimizer:
         self._before: list[Noted] = []  # what parameters held before the backward pass that is under way
         self._sizes: list[int] = []  # and how many elements each had
         self.looks_inside = True  # until an optimizer of torch's steps; LOMO is one and never does
+        self.is_updated = False  # whether most parameters changed between two passes until then
 
     def opens(self) -> None:
         """A backward pass begins."""
@@ -79,7 +82,10 @@ class OwnOptimizer:
         known = [param for param, _, _ in self._before]
         params = _some([info.param for info in infos])
         same = len(known) == len(params) and all(one is other for one, other in zip(known, params, strict=True))
-        self._before = _again(self._before, inside=True) if same else _values(params, inside=True)
+        begun = _again(self._before, inside=True) if same else _values(params, inside=True)
+        if same:
+            self.is_updated |= 2 * _num_unlike(self._before, begun) > len(begun)
+        self._before = begun
         self._sizes = [param.numel() for param, _, _ in self._before]
 
     def passed(self, touched: dict[int, ParamInfo]) -> None:
@@ -253,6 +259,11 @@ class OwnOptimizer:
 def install(recorder: Recorder, patches: Patches) -> None:
     own = recorder.own_optimizer = OwnOptimizer(recorder)
 
+    def end() -> None:
+        if own.looks_inside and own.is_updated and recorder.own_optimizer is None:
+            recorder.status(OWN_OPTIMIZER_PROBE, False, UPDATED_BETWEEN)
+        rest()
+
     def rest(*_: Any) -> None:
         recorder.own_optimizer = None
         own.rest()
@@ -298,7 +309,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
     patches.replace(Optimizer, "__init__", watch_making)
     patches.on_restore(register_optimizer_step_pre_hook(untraced(stop)).remove)
     patches.replace(Tensor, "zero_", watch_zero)
-    patches.on_restore(rest)
+    patches.on_restore(end)
     autograd.OPEN_LISTENERS.append(opened)
     patches.on_restore(lambda: autograd.OPEN_LISTENERS.remove(opened))
     autograd.CLOSE_LISTENERS.append(closed)
@@ -357,7 +368,11 @@ def _again(noted: list[Noted], inside: bool = False) -> list[Noted]:
 
 
 def _num_changed(noted: list[Noted]) -> int:
-    return sum(not _same(state, _state(param, which)) for param, which, state in noted)
+    return _num_unlike(noted, _again(noted))
+
+
+def _num_unlike(noted: list[Noted], later: list[Noted]) -> int:
+    return sum(not _same(state, now) for (_, _, state), (_, _, now) in zip(noted, later, strict=True))
 
 
 def _local(tensor: Tensor) -> Tensor | None:

@@ -1,23 +1,26 @@
-"""Two ranks that reduce their gradients and update their copies otherwise, and such that mean it, for
-test_drifting_copies.py."""
+"""Ranks that reduce their gradients and update them each in its own way, and such that mean it, for
+test_unlike_updates.py."""
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from probe_workers import record_each
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-DRIFT = ("learning rates", "weight decay", "state of the optimizer", "noise on gradients", "noise on parameters",
-         "a decay behind the step", "learning rates, later", "learning rates, by hand")  # fmt: skip
+NUMBERS = ("learning rates", "weight decay", "learning rates, later", "learning rates, by hand",
+           "learning rates, shards")  # fmt: skip
+DRIFT = ("state of the optimizer", "noise on gradients", "noise on parameters", "a decay behind the step",
+         "rates of lines")  # fmt: skip
 RIGHT = ("plain", "noise before", "noise behind", "perturbed", "owners", "in each rank's order", "swapped for a look",
          "rounded by chance", "learning rates, one model each")  # fmt: skip
 STEPS, WORDS, WIDTH = 4, 24, 12
 
 
 def run(folder: str) -> None:
-    record_each(folder, (*DRIFT, *RIGHT), train)
+    record_each(folder, (*NUMBERS, *DRIFT, *RIGHT), train)
 
 
 class Batches:
@@ -47,21 +50,18 @@ def train(variant: str) -> None:
     net = net.bfloat16() if variant == "rounded by chance" else net
     params = list(net.parameters())
     by_hand = variant in ("learning rates, by hand", "in each rank's order", "learning rates, one model each")
-    model = net if by_hand else DistributedDataParallel(net)
-    optimizer: torch.optim.Optimizer = torch.optim.AdamW(
-        params,
-        lr=0.01 * (1 + rank) if variant.startswith("learning rates") and "later" not in variant else 0.01,
-        weight_decay=0.1 * rank if variant == "weight decay" else 0.0,
-    )
-    if variant == "owners":
-        optimizer = ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=0.01)
+    shards = variant == "learning rates, shards"
+    model = fully_shard(net) if shards else net if by_hand else DistributedDataParallel(net)
+    params = list(net.parameters())
+    optimizer = make_optimizer(variant, params) if variant != "rates of lines" else None
     if variant == "state of the optimizer" and rank:
+        assert optimizer is not None
         for param in params:
             optimizer.state[param] = {
                 "step": torch.tensor(5.0), "exp_avg": torch.full_like(param, 0.01), "exp_avg_sq": torch.ones_like(param)
             }  # fmt: skip
     for step in range(STEPS):
-        noise = batches.noise(params)
+        noise = [] if shards else batches.noise(params)
         if variant in ("noise before", "noise behind"):
             add(params, noise)
         loss = batches.loss(model)
@@ -81,10 +81,15 @@ def train(variant: str) -> None:
                 param.grad += of_param
         if variant == "noise on parameters":
             add(params, noise)
-        if variant == "learning rates, later" and step == 1:
+        if variant == "learning rates, later" and step == 1 and optimizer is not None:
             optimizer.param_groups[0]["lr"] *= 1 + rank
-        optimizer.step()
-        optimizer.zero_grad()
+        if optimizer is None:
+            add(params, [param.grad for param in params if param.grad is not None], -0.1 * (1 + rank))
+            for param in params:
+                param.grad = None
+        else:
+            optimizer.step()
+            optimizer.zero_grad()
         if variant == "noise behind":
             add(params, noise, -1.0)
         if variant == "a decay behind the step":
@@ -96,6 +101,15 @@ def train(variant: str) -> None:
             add(params, noise, -1.0)
         if variant == "rounded by chance":
             add(params, [param.detach() * (2**-8 * torch.sign(of)) for param, of in zip(params, noise, strict=True)])
+
+
+def make_optimizer(variant: str, params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    if variant == "owners":
+        return ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=0.01)
+    rank = dist.get_rank()
+    own_rate = variant.startswith("learning rates") and "later" not in variant
+    decay = 0.1 * rank if variant == "weight decay" else 0.0
+    return torch.optim.AdamW(params, lr=0.01 * (1 + rank) if own_rate else 0.01, weight_decay=decay)
 
 
 def reduce(params: list[nn.Parameter], *, own_first: bool) -> None:

@@ -1,9 +1,10 @@
-"""Copies of a parameter that ranks reduce together, and that do not stay alike.
+"""Ranks that reduce a parameter's gradient together, and update it each in its own way.
 
-A pair of ranks is told by what an optimizer had left and by what the next step begins with: both have to be unlike in
-the same direction. What is moved apart for one step (sharpness-aware perturbations, noise on weights that is taken
-back) is unlike in one of them, or in directions that have nothing to do with one another; what is sent behind the step
-(ZeRO) is alike again in the second.
+What an optimizer is told (its learning rate, its weight decay) is to be one number on all of them, be they copies or
+shards. And copies have to stay alike. A pair of ranks is told by what an optimizer had left and by what the next step
+begins with: both have to be unlike in the same direction. What is moved apart for one step (sharpness-aware
+perturbations, noise on weights that is taken back) is unlike in one of them, or in directions that have nothing to do
+with one another; what is sent behind the step (ZeRO) is alike again in the second.
 """
 
 from __future__ import annotations
@@ -24,25 +25,36 @@ SPACINGS = 16
 """More than half of the elements differ by so many: the order of a sum makes one or two, as rounding by chance does."""
 TOGETHER = 0.5
 """The cosine between both differences, at least."""
-SAME_RATIO = 1e-2
-"""Relative: one number by which updates differ."""
+SAME_NUMBER = 1e-6
+"""Relative: what one formula gives on all ranks."""
 
 
 @dataclass(frozen=True)
 class Drifting:
     """A parameter whose gradients `event` joins on `rank`, and its ranks by the values that they hold.
 
-    `alike_at_first`: whether they were equal when the first recorded step began, None where nobody looked;
-    `moved_alike`: and so were they when its optimizer had stepped.
-    `ratio`: of the updates that this one made, the last rank's to the first one's; None where it is not one number."""
+    `alike_at_first`: whether they were equal when the first recorded step began; `moved_alike`: and still were when its
+    optimizer had stepped; None where nobody looked.
+    """
 
     param: ParamKey
     rank: int
     event: Reduce
     holders: tuple[tuple[int, ...], ...]
     alike_at_first: bool | None
-    moved_alike: bool
-    ratio: float | None
+    moved_alike: bool | None
+
+
+@dataclass(frozen=True)
+class OwnNumbers:
+    """A parameter whose gradients `event` joins on `rank`, and a number of optimizers, `name`, that is not the same for
+    it on all ranks of `by_rank`."""
+
+    param: ParamKey
+    rank: int
+    event: Reduce
+    name: str
+    by_rank: dict[int, float]
 
 
 Ends = tuple[np.ndarray, np.ndarray]
@@ -65,25 +77,66 @@ def drifting(facts: StepFacts) -> Iterator[Drifting]:
                 break
 
 
+def own_numbers(facts: StepFacts) -> Iterator[OwnNumbers]:
+    """The parameters that ranks step with numbers of their own, each once."""
+    told = _told(facts)
+    mixed = {one.param for one in facts.mixed.unlike}
+    for key, of_rank in facts.data.tracks.items():
+        if key not in mixed and (found := _own_numbers(facts, key, of_rank, told)) is not None:
+            yield found
+
+
+def _own_numbers(
+    facts: StepFacts, key: ParamKey, of_rank: dict[int, Track], told: dict[tuple[int, ParamKey], dict[str, float]]
+) -> OwnNumbers | None:
+    for rank, track in sorted(of_rank.items()):
+        for event in facts.data.events[rank]:
+            if not isinstance(event, Reduce) or track.param.id not in facts.data.params_of(rank, event.params):
+                continue
+            held = {peer: told[peer, key] for peer in {*event.group, *event.replicate_group} if (peer, key) in told}
+            for name in sorted(set[str]().union(*held.values())):
+                by_rank = {peer: numbers[name] for peer, numbers in sorted(held.items()) if name in numbers}
+                parts = _parts(by_rank)
+                if len(parts) > 1 and _is_joined(facts, key, parts, event):
+                    return OwnNumbers(key, rank, event, name, by_rank)
+    return None
+
+
+def _parts(by_rank: dict[int, float]) -> tuple[tuple[int, ...], ...]:
+    """The ranks by their number; in one part where all are what one formula gives."""
+    numbers = by_rank.values()
+    if max(numbers) - min(numbers) <= SAME_NUMBER * max(map(abs, numbers)):
+        return (tuple(by_rank),)
+    return tuple(tuple(rank for rank in by_rank if by_rank[rank] == number) for number in dict.fromkeys(numbers))
+
+
+def _told(facts: StepFacts) -> dict[tuple[int, ParamKey], dict[str, float]]:
+    """Of each rank and parameter: what the last optimizer that stepped it was told."""
+    found: dict[tuple[int, ParamKey], dict[str, float]] = {}
+    for rank, events in facts.data.events.items():
+        for step in (event for event in events if isinstance(event, OptimizerStep)):
+            stepped = facts.params_in(rank, step.params)
+            for group in step.groups or (step,):
+                numbers = group.hyperparameters if group.lr is None else {**group.hyperparameters, "lr": group.lr}
+                found |= {(rank, key): numbers for key in facts.params_in(rank, group.params) & stepped}
+    return found
+
+
 def _ends(facts: StepFacts) -> dict[tuple[int, ParamKey], Ends]:
     """Of each rank and parameter that its own optimizer steps."""
     found: dict[tuple[int, ParamKey], Ends] = {}
-    keys = {(rank, track.param.id): key for key, of in facts.data.tracks.items() for rank, track in of.items()}
     for rank, events in facts.data.events.items():
-        stepped = {
-            id
-            for event in events
-            if isinstance(event, OptimizerStep)
-            for id in facts.data.params_of(rank, event.params)
-        }
+        steps = [event for event in events if isinstance(event, OptimizerStep)]
+        stepped = {key for step in steps for key in facts.params_in(rank, step.params)}
+        keys = {facts.data.tracks[key][rank].param.id: key for key in stepped}
         begun = next((event for event in events if isinstance(event, Replica) and event.values), None)
         if begun is None:
             continue
         left, now = np.frombuffer(begun.values, dtype="<f4").astype(float).reshape(2, -1)
         cuts = np.cumsum(begun.counts)[:-1]
         for param, one, other in zip(begun.params, np.split(left, cuts), np.split(now, cuts), strict=True):
-            if param in stepped and (rank, param) in keys:
-                found[rank, keys[rank, param]] = one, other
+            if param in keys:
+                found[rank, keys[param]] = one, other
     return found
 
 
@@ -123,26 +176,12 @@ def _is_joined(facts: StepFacts, key: ParamKey, holders: tuple[tuple[int, ...], 
 def _drifting(
     key: ParamKey, rank: int, event: Reduce, holders: tuple[tuple[int, ...], ...], of_rank: dict[int, Track]
 ) -> Drifting:
-    first, last = of_rank[holders[0][0]], of_rank[holders[-1][0]]
     everyone = [of_rank[peer] for part in holders for peer in part]
-    alike = None
-    if all(track.begun is not None for track in everyone):
-        alike = all(_are_equal(first.begun, track.begun) for track in everyone)
-    moved = bool(alike) and all(_are_equal(first.left, track.left) for track in everyone)
-    return Drifting(key, rank, event, holders, alike, moved, _ratio(first, last) if alike and not moved else None)
+    alike = _are_equal([track.begun for track in everyone])
+    moved = _are_equal([track.left for track in everyone]) if alike else None
+    return Drifting(key, rank, event, holders, alike, moved)
 
 
-def _are_equal(mine: np.ndarray | None, theirs: np.ndarray | None) -> bool:
-    return mine is not None and theirs is not None and np.array_equal(mine, theirs, equal_nan=True)
-
-
-def _ratio(first: Track, last: Track) -> float | None:
-    """The last rank's update in the first recorded step, as a multiple of the first one's."""
-    if first.begun is None or first.left is None or last.begun is None or last.left is None:
-        return None
-    mine, theirs = (one.left.astype(float) - one.begun for one in (first, last))  # type: ignore[union-attr]
-    size = float(mine @ mine)
-    ratio = float(mine @ theirs) / size if size > 0.0 else 0.0
-    return (
-        ratio if ratio > 0.0 and np.linalg.norm(theirs - ratio * mine) <= SAME_RATIO * np.linalg.norm(theirs) else None
-    )
+def _are_equal(values: list[np.ndarray | None]) -> bool | None:
+    known = [one for one in values if one is not None]
+    return all(np.array_equal(one, known[0], equal_nan=True) for one in known) if len(known) == len(values) else None
