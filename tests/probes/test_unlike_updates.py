@@ -32,6 +32,8 @@ def test_numbers_of_each_ranks_own_optimizer_are_found(reports: dict[str, Report
     assert finding.pattern.endswith(each) and finding.first_event is not None
     assert finding.first_event.kind == "optimizer_step"
     assert ("Shards of one parameter" in finding.explanation) == ("shards" in variant)
+    total = reports[variant].coverage.parameters_total
+    assert finding.num_parameters == (3 if "one batch" in variant else total)
 
 
 @pytest.mark.parametrize("variant", DRIFT)

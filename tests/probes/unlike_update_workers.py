@@ -4,6 +4,7 @@ test_unlike_updates.py."""
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from clip_workers import Added, Copied
 from probe_workers import record_each
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -11,7 +12,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 NUMBERS = ("learning rates", "weight decay", "learning rates, later", "learning rates, by hand",
-           "learning rates, shards")  # fmt: skip
+           "learning rates, shards", "learning rates, one batch")  # fmt: skip
 DRIFT = ("state of the optimizer", "noise on gradients", "noise on parameters", "a decay behind the step",
          "rates of lines")  # fmt: skip
 RIGHT = ("plain", "noise before", "noise behind", "perturbed", "owners", "in each rank's order", "swapped for a look",
@@ -23,9 +24,21 @@ def run(folder: str) -> None:
     record_each(folder, (*NUMBERS, *DRIFT, *RIGHT), train)
 
 
-class Batches:
+class Parted(nn.Module):
+    """Two layers of which each rank holds a part."""
+
     def __init__(self) -> None:
-        self.random = torch.Generator().manual_seed(dist.get_rank())
+        super().__init__()
+        torch.manual_seed(1 + dist.get_rank())
+        self.up, self.down = nn.Linear(WIDTH, 4), nn.Linear(4, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + Added.apply(self.down(torch.tanh(self.up(Copied.apply(x)))))  # type: ignore[no-any-return]
+
+
+class Batches:
+    def __init__(self, variant: str) -> None:
+        self.random = torch.Generator().manual_seed(0 if variant.endswith("one batch") else dist.get_rank())
 
     def noise(self, params: list[nn.Parameter]) -> list[Tensor]:
         return [0.01 * torch.randn(param.shape, generator=self.random).to(param) for param in params]
@@ -43,15 +56,17 @@ def add(params: list[nn.Parameter], changes: list[Tensor], times: float = 1.0) -
 
 def train(variant: str) -> None:
     torch.manual_seed(0)
-    rank, batches = dist.get_rank(), Batches()
-    net: nn.Module = nn.Sequential(
-        nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WORDS)
-    )
+    rank, batches = dist.get_rank(), Batches(variant)
+    layers = [nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WORDS)]
+    if variant.endswith("one batch"):
+        layers[1:3] = [Parted()]
+    net: nn.Module = nn.Sequential(*layers)
     net = net.bfloat16() if variant == "rounded by chance" else net
     params = list(net.parameters())
     by_hand = variant in ("learning rates, by hand", "in each rank's order", "learning rates, one model each")
     shards = variant == "learning rates, shards"
-    model = fully_shard(net) if shards else net if by_hand else DistributedDataParallel(net)
+    alone = by_hand or variant.endswith("one batch")
+    model = fully_shard(net) if shards else net if alone else DistributedDataParallel(net)
     params = list(net.parameters())
     optimizer = make_optimizer(variant, params) if variant != "rates of lines" else None
     if variant == "state of the optimizer" and rank:

@@ -17,7 +17,7 @@ import numpy as np
 
 from gradcheck_dist.diagnosis.audits.facts import StepFacts
 from gradcheck_dist.diagnosis.audits.unlike import reductions_of
-from gradcheck_dist.events import OptimizerStep, Reduce, Replica
+from gradcheck_dist.events import Exchange, OptimizerStep, Reduce, Replica
 from gradcheck_dist.ledger.solve import EPSILON
 from gradcheck_dist.ledger.tracks import ParamKey, Track, merge
 
@@ -47,12 +47,11 @@ class Drifting:
 
 @dataclass(frozen=True)
 class OwnNumbers:
-    """A parameter whose gradients `event` joins on `rank`, and a number of optimizers, `name`, that is not the same for
-    it on all ranks of `by_rank`."""
+    """A parameter, and a number of optimizers, `name`, that is not the same for it on all ranks of `by_rank`. `event`
+    joins its gradients there; None where ranks work on one batch and hold copies of it."""
 
     param: ParamKey
-    rank: int
-    event: Reduce
+    event: Reduce | None
     name: str
     by_rank: dict[int, float]
 
@@ -89,17 +88,36 @@ def own_numbers(facts: StepFacts) -> Iterator[OwnNumbers]:
 def _own_numbers(
     facts: StepFacts, key: ParamKey, of_rank: dict[int, Track], told: dict[tuple[int, ParamKey], dict[str, float]]
 ) -> OwnNumbers | None:
+    for event, ranks in [*_reducing(facts, of_rank), *_sharing(facts, of_rank)]:
+        held = {peer: told[peer, key] for peer in sorted(ranks) if (peer, key) in told}
+        for name in sorted(set[str]().union(*held.values())):
+            by_rank = {peer: numbers[name] for peer, numbers in held.items() if name in numbers}
+            parts = _parts(by_rank)
+            if len(parts) > 1 and (event is None or _is_joined(facts, key, parts, event)):
+                return OwnNumbers(key, event, name, by_rank)
+    return None
+
+
+def _reducing(facts: StepFacts, of_rank: dict[int, Track]) -> Iterator[tuple[Reduce, set[int]]]:
+    """The reductions of a parameter's gradient, and their ranks."""
     for rank, track in sorted(of_rank.items()):
         for event in facts.data.events[rank]:
-            if not isinstance(event, Reduce) or track.param.id not in facts.data.params_of(rank, event.params):
-                continue
-            held = {peer: told[peer, key] for peer in {*event.group, *event.replicate_group} if (peer, key) in told}
-            for name in sorted(set[str]().union(*held.values())):
-                by_rank = {peer: numbers[name] for peer, numbers in sorted(held.items()) if name in numbers}
-                parts = _parts(by_rank)
-                if len(parts) > 1 and _is_joined(facts, key, parts, event):
-                    return OwnNumbers(key, rank, event, name, by_rank)
-    return None
+            if isinstance(event, Reduce) and track.param.id in facts.data.params_of(rank, event.params):
+                yield event, {*event.group, *event.replicate_group}
+
+
+def _sharing(facts: StepFacts, of_rank: dict[int, Track]) -> Iterator[tuple[None, set[int]]]:
+    """Ranks that exchange activations of one batch, and began with the same values of a parameter."""
+    place = facts.contributions.coordinate
+    groups = {
+        frozenset(peer for peer in event.group if peer in of_rank and place.get(peer) == place.get(rank))
+        for rank in of_rank
+        for event in facts.data.events[rank]
+        if isinstance(event, Exchange)
+    }
+    for ranks in sorted(groups, key=sorted):
+        if len(ranks) > 1 and _are_equal([of_rank[rank].begun for rank in ranks]):
+            yield None, set(ranks)
 
 
 def _parts(by_rank: dict[int, float]) -> tuple[tuple[int, ...], ...]:

@@ -1,8 +1,9 @@
-"""Data-parallel ranks that train one model update it each in its own way.
+"""Ranks that train one model update it each in its own way.
 
 ## What it does
-Compares what ranks that reduce a parameter's gradient together step it with: the learning rate, weight decay and other
-numbers of their optimizers, for copies and for FSDP's shards. And it compares copies, by a few values of up to eight
+Compares what ranks that reduce a parameter's gradient together, or hold copies of it and work on one batch (tensor
+parallelism), step it with: the learning rate, weight decay and other numbers of their optimizers, for copies and for
+FSDP's shards. And it compares copies, by a few values of up to eight
 parameters: as the optimizer left them, and as the next recorded step begins with them. Where most are unlike in both,
 and in one direction, they have gone apart, though gradients may be equal on all ranks. What is moved for one step and
 taken back (perturbations of sharpness-aware training, noise on weights) has not, nor what owners send behind the step.
@@ -45,7 +46,7 @@ from gradcheck_dist.diagnosis.answer import Answer
 from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
 from gradcheck_dist.diagnosis.audits.unlike_updates import Drifting, OwnNumbers, drifting, own_numbers
 from gradcheck_dist.diagnosis.words import in_short
-from gradcheck_dist.events import SHARDING, Event, OptimizerStep
+from gradcheck_dist.events import SHARDING, Event, Exchange, OptimizerStep
 from gradcheck_dist.wording import numbered
 
 CODE = "GS107"
@@ -54,7 +55,7 @@ _NAMES = {"lr": "learning rate", "weight_decay": "weight decay"}
 
 
 def could_audit(facts: StepFacts) -> bool:
-    return facts.mixed.tells
+    return facts.mixed.tells or any(isinstance(e, Exchange) for of_rank in facts.data.events.values() for e in of_rank)
 
 
 def audit(facts: StepFacts) -> Iterator[Remark]:
@@ -69,18 +70,20 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
 
 def _of_numbers(facts: StepFacts, told: list[OwnNumbers], apart: list[Drifting]) -> Remark:
     first = told[0]
+    by_rank = {rank: number for one in reversed(told) if one.name == first.name for rank, number in one.by_rank.items()}
     parts: dict[float, list[int]] = defaultdict(list)
-    for rank, number in first.by_rank.items():
+    for rank, number in sorted(by_rank.items()):
         parts[number].append(rank)
     each = ", ".join(f"{number:g} on {numbered('rank', ranks)}" for number, ranks in parts.items())
     name = _NAMES.get(first.name, first.name)
     rank = min(reversed(parts.values()), key=len)[0]
-    in_shards = first.event.impl in SHARDING - {"replicate"}
+    names = in_short(sorted({one.param[1] for one in told}))
+    in_shards = first.event is not None and first.event.impl in SHARDING - {"replicate"}
+    have = f"reduce the gradients of {names} together" if first.event is not None else f"hold copies of {names}"
     return Remark(
         answer=Answer(
-            explanation=f"{numbered('Rank', first.by_rank)} reduce the gradients of "
-            f"{in_short(sorted({one.param[1] for one in told}))} together, and their optimizers step these with a "
-            f"{name} of {each}. "
+            explanation=f"{numbered('Rank', sorted(by_rank))} {have}, and their optimizers step these with a {name} of "
+            f"{each}. "
             + ("Shards of one parameter are updated unlike." if in_shards else "Copies of one model go apart by that.")
             + (f" {_apart(facts, apart)}" if apart else ""),
             fix=f"Give all ranks one {name}."
@@ -89,7 +92,7 @@ def _of_numbers(facts: StepFacts, told: list[OwnNumbers], apart: list[Drifting])
         ),
         pattern=f"{name} {each}",
         params=frozenset(one.param for one in told),
-        ranks=tuple(first.by_rank),
+        ranks=tuple(sorted(by_rank)),
         rank=rank,
         event=_step_on(facts, rank),
     )
