@@ -9,9 +9,9 @@ with one another; what is sent behind the step (ZeRO) is alike again in the seco
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import combinations
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from gradcheck_dist.diagnosis.audits.facts import StepFacts
 from gradcheck_dist.diagnosis.audits.unlike import reductions_of
 from gradcheck_dist.events import Exchange, OptimizerStep, Reduce, Replica
 from gradcheck_dist.ledger.solve import EPSILON
-from gradcheck_dist.ledger.tracks import ParamKey, Track, merge
+from gradcheck_dist.ledger.tracks import ParamKey, Track
 
 SPACINGS = 16
 """More than half of the elements differ by so many: the order of a sum makes one or two, as rounding by chance does."""
@@ -159,11 +159,18 @@ def _ends(facts: StepFacts) -> dict[tuple[int, ParamKey], Ends]:
 
 
 def _holders(held: dict[int, Ends], epsilon: float) -> tuple[tuple[int, ...], ...]:
-    """The ranks by what they hold; in one part where some are neither alike nor unlike."""
-    together = [
-        {one, other} for one, other in combinations(held, 2) if not _are_unlike(held[one], held[other], epsilon)
-    ]
-    return tuple(sorted(tuple(sorted(part)) for part in merge([{rank} for rank in held], together)))
+    """The ranks by what they hold, the lowest of each first."""
+    alike: dict[tuple[bytes, bytes], list[int]] = defaultdict(list)
+    for rank, (left, begun) in sorted(held.items()):
+        alike[left.tobytes(), begun.tobytes()].append(rank)
+    holders: list[list[int]] = []
+    for ranks in alike.values():
+        near = next((part for part in holders if not _are_unlike(held[part[0]], held[ranks[0]], epsilon)), None)
+        if near is None:
+            holders.append(ranks)
+        else:
+            near.extend(ranks)
+    return tuple(tuple(sorted(ranks)) for ranks in holders)
 
 
 def _are_unlike(one: Ends, other: Ends, epsilon: float) -> bool:
