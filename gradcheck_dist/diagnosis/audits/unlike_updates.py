@@ -23,8 +23,10 @@ from gradcheck_dist.ledger.tracks import ParamKey, Track
 
 SPACINGS = 16
 """More than half of the elements differ by so many: the order of a sum makes one or two, as rounding by chance does."""
-TOGETHER = 0.5
-"""The cosine between both differences, at least."""
+TOGETHER = 0.9
+"""The cosine between both differences, at least, of all parameters that two ranks hold."""
+FEWEST = 16
+"""Of fewer numbers two differences are near to one direction by chance."""
 SAME_NUMBER = 1e-6
 """Relative: what one formula gives on all ranks."""
 
@@ -63,6 +65,7 @@ Ends = tuple[np.ndarray, np.ndarray]
 def drifting(facts: StepFacts) -> Iterator[Drifting]:
     """The copies that this step began with unlike, each parameter once."""
     seen = _ends(facts)
+    pairs = _Pairs(seen)
     mixed = {one.param for one in facts.mixed.unlike}
     for key, of_rank in facts.data.tracks.items():
         if key in mixed:
@@ -70,7 +73,8 @@ def drifting(facts: StepFacts) -> Iterator[Drifting]:
         ends = {rank: both for rank in of_rank if (both := seen.get((rank, key))) is not None}
         for rank, event, group in reductions_of(facts.data, key, of_rank) if len(ends) > 1 else ():
             held = {peer: ends[peer] for peer in group if peer in ends}
-            holders = _holders(held, max(EPSILON["float32"], EPSILON.get(of_rank[rank].param.dtype, 0.0)))
+            epsilon = max(EPSILON["float32"], EPSILON.get(of_rank[rank].param.dtype, 0.0))
+            holders = _holders(held, epsilon, pairs)
             if len(holders) > 1 and _is_joined(facts, key, holders, event):
                 yield _drifting(key, rank, event, holders, of_rank)
                 break
@@ -158,28 +162,55 @@ def _ends(facts: StepFacts) -> dict[tuple[int, ParamKey], Ends]:
     return found
 
 
-def _holders(held: dict[int, Ends], epsilon: float) -> tuple[tuple[int, ...], ...]:
+class _Pairs:
+    """Whether what two ranks hold differs in one direction, as an optimizer left it and as the step begins."""
+
+    def __init__(self, seen: dict[tuple[int, ParamKey], Ends]) -> None:
+        self._of_rank: dict[int, dict[ParamKey, Ends]] = defaultdict(dict)
+        for (rank, key), ends in seen.items():
+            self._of_rank[rank][key] = ends
+        self._known: dict[tuple[int, int], bool] = {}
+
+    def go_together(self, one: int, other: int) -> bool:
+        if (one, other) not in self._known:
+            self._known[one, other] = self._go_together(self._of_rank[one], self._of_rank[other])
+        return self._known[one, other]
+
+    def _go_together(self, mine: dict[ParamKey, Ends], theirs: dict[ParamKey, Ends]) -> bool:
+        both = [(mine[key], theirs[key]) for key in mine if key in theirs and _comparable(mine[key], theirs[key])]
+        if sum(len(one[0]) for one, _ in both) < FEWEST:
+            return False
+        left, begun = (np.concatenate([one[end] - other[end] for one, other in both]) for end in (0, 1))
+        sizes = float(np.linalg.norm(left) * np.linalg.norm(begun))
+        return float(left @ begun) >= TOGETHER * sizes > 0.0
+
+
+def _holders(held: dict[int, Ends], epsilon: float, pairs: _Pairs) -> tuple[tuple[int, ...], ...]:
     """The ranks by what they hold, the lowest of each first."""
     alike: dict[tuple[bytes, bytes], list[int]] = defaultdict(list)
     for rank, (left, begun) in sorted(held.items()):
         alike[left.tobytes(), begun.tobytes()].append(rank)
     holders: list[list[int]] = []
     for ranks in alike.values():
-        near = next((part for part in holders if not _are_unlike(held[part[0]], held[ranks[0]], epsilon)), None)
-        if near is None:
-            holders.append(ranks)
+        for part in holders:
+            if not _are_far(held[part[0]], held[ranks[0]], epsilon) or not pairs.go_together(part[0], ranks[0]):
+                part.extend(ranks)
+                break
         else:
-            near.extend(ranks)
+            holders.append(ranks)
     return tuple(tuple(sorted(ranks)) for ranks in holders)
 
 
-def _are_unlike(one: Ends, other: Ends, epsilon: float) -> bool:
-    if len(one[0]) != len(other[0]) or not all(np.isfinite(values).all() for values in (*one, *other)):
+def _comparable(one: Ends, other: Ends) -> bool:
+    return len(one[0]) == len(other[0]) and all(np.isfinite(values).all() for values in (*one, *other))
+
+
+def _are_far(one: Ends, other: Ends, epsilon: float) -> bool:
+    """Whether most of what the step begins with differs by more than rounding."""
+    if not _comparable(one, other):
         return False
-    left, begun = one[0] - other[0], one[1] - other[1]
-    far = np.abs(begun) > SPACINGS * epsilon * np.maximum(np.abs(one[1]), np.abs(other[1]))
-    sizes = float(np.linalg.norm(left) * np.linalg.norm(begun))
-    return 2 * int(far.sum()) > len(far) and float(left @ begun) >= TOGETHER * sizes > 0.0
+    allowed = SPACINGS * epsilon * np.maximum(np.abs(one[1]), np.abs(other[1]))
+    return bool(2 * (np.abs(one[1] - other[1]) > allowed).sum() > len(one[1]))
 
 
 def _is_joined(facts: StepFacts, key: ParamKey, holders: tuple[tuple[int, ...], ...], event: Reduce) -> bool:
