@@ -71,7 +71,9 @@ def drifting(facts: StepFacts) -> Iterator[Drifting]:
         if key in mixed:
             continue  # no copies
         ends = {rank: both for rank in of_rank if (both := seen.get((rank, key))) is not None}
-        for rank, event, group in reductions_of(facts.data, key, of_rank) if len(ends) > 1 else ():
+        if len({begun.tobytes() for _, begun in ends.values()}) < 2:
+            continue
+        for rank, event, group in reductions_of(facts.data, key, of_rank):
             held = {peer: ends[peer] for peer in group if peer in ends}
             epsilon = max(EPSILON["float32"], EPSILON.get(of_rank[rank].param.dtype, 0.0))
             holders = _holders(held, epsilon, pairs)
@@ -92,10 +94,13 @@ def own_numbers(facts: StepFacts) -> Iterator[OwnNumbers]:
 def _own_numbers(
     facts: StepFacts, key: ParamKey, of_rank: dict[int, Track], told: dict[tuple[int, ParamKey], dict[str, float]]
 ) -> OwnNumbers | None:
+    numbers = [told[rank, key] for rank in of_rank if (rank, key) in told]
+    if all(one == numbers[0] for one in numbers):
+        return None
     for event, ranks in [*_reducing(facts, of_rank), *_sharing(facts, of_rank)]:
         held = {peer: told[peer, key] for peer in sorted(ranks) if (peer, key) in told}
         for name in sorted(set[str]().union(*held.values())):
-            by_rank = {peer: numbers[name] for peer, numbers in held.items() if name in numbers}
+            by_rank = {peer: own[name] for peer, own in held.items() if name in own}
             parts = _parts(by_rank)
             if len(parts) > 1 and (event is None or _is_joined(facts, key, parts, event)):
                 return OwnNumbers(key, event, name, by_rank)

@@ -3,11 +3,11 @@
 ## What it does
 Compares what ranks that reduce a parameter's gradient together, or hold copies of it and work on one batch (tensor
 parallelism), step it with: the learning rate, weight decay and other numbers of their optimizers, for copies and for
-FSDP's shards. And it compares copies, by a few values of up to eight
-parameters: as the optimizer left them, and as the next recorded step begins with them. Where most are unlike in both,
-and in one direction, they have gone apart, though gradients may be equal on all ranks. What is moved for one step and
-taken back (perturbations of sharpness-aware training, noise on weights) has not, nor what owners send behind the step.
-Where ranks read unequal gradients, or clip or skip alone, that is told in its place.
+FSDP's shards. And it compares copies, by a few values of up to eight parameters: as the optimizer left them, and as the
+next recorded step begins with them. Where most are unlike in both, and in one direction, they have gone apart, though
+gradients may be equal on all ranks. What is moved for one step and taken back (perturbations of sharpness-aware
+training, noise on weights) has not, nor what owners send behind the step. Where ranks read unequal gradients, or clip
+or skip alone, that is told in its place.
 
 ## Why it matters
 Nothing brings copies together again: what is reduced are gradients, and DistributedDataParallel broadcasts parameters
