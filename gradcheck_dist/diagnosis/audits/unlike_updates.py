@@ -33,15 +33,13 @@ SAME_NUMBER = 1e-6
 
 @dataclass(frozen=True)
 class Drifting:
-    """A parameter whose gradients `event` joins on `rank`, and its ranks by the values that they hold.
+    """A parameter whose gradients are reduced together, and its ranks by the values that they hold.
 
     `alike_at_first`: whether they were equal when the first recorded step began; `moved_alike`: and still were when its
     optimizer had stepped; None where nobody looked.
     """
 
     param: ParamKey
-    rank: int
-    event: Reduce
     holders: tuple[tuple[int, ...], ...]
     alike_at_first: bool | None
     moved_alike: bool | None
@@ -78,7 +76,7 @@ def drifting(facts: StepFacts) -> Iterator[Drifting]:
             epsilon = max(EPSILON["float32"], EPSILON.get(of_rank[rank].param.dtype, 0.0))
             holders = _holders(held, epsilon, pairs)
             if len(holders) > 1 and _is_joined(facts, key, holders, event):
-                yield _drifting(key, rank, event, holders, of_rank)
+                yield _drifting(key, holders, of_rank)
                 break
 
 
@@ -234,13 +232,11 @@ def _is_joined(facts: StepFacts, key: ParamKey, holders: tuple[tuple[int, ...], 
     return False
 
 
-def _drifting(
-    key: ParamKey, rank: int, event: Reduce, holders: tuple[tuple[int, ...], ...], of_rank: dict[int, Track]
-) -> Drifting:
+def _drifting(key: ParamKey, holders: tuple[tuple[int, ...], ...], of_rank: dict[int, Track]) -> Drifting:
     everyone = [of_rank[peer] for part in holders for peer in part]
     alike = _are_equal([track.begun for track in everyone])
     moved = _are_equal([track.left for track in everyone]) if alike else None
-    return Drifting(key, rank, event, holders, alike, moved)
+    return Drifting(key, holders, alike, moved)
 
 
 def _are_equal(values: list[np.ndarray | None]) -> bool | None:
