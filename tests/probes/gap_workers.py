@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from probe_workers import Net, batch, record_each
 from torch.nn.parallel import DistributedDataParallel
 
-VARIANTS = ("reduced", "not reduced in between", "not reduced in step 2")
+VARIANTS = ("reduced", "not reduced in between", "not reduced in between once", "not reduced in step 2")
 STEPS = 5
 
 
@@ -20,7 +20,12 @@ def train(variant: str) -> None:
     torch.manual_seed(0)
     net = DistributedDataParallel(Net())
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    alone = {"reduced": (), "not reduced in between": (1, 3), "not reduced in step 2": (2,)}[variant]
+    alone = {
+        "reduced": (),
+        "not reduced in between": (1, 3),
+        "not reduced in between once": (1,),
+        "not reduced in step 2": (2,),
+    }[variant]
     for step in range(STEPS):
         tokens, labels = batch(dist.get_rank(), step)
         count = (labels >= 0).sum()

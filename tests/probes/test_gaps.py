@@ -22,8 +22,10 @@ def test_ranks_that_go_on_alike_are_clean(reports: dict[str, Report]) -> None:
     assert (reports["reduced"].verdict, reports["reduced"].reasons) == ("clean", [])
 
 
-def test_a_step_in_between_that_updates_each_rank_alone_is_told(reports: dict[str, Report]) -> None:
-    report = reports["not reduced in between"]
+@pytest.mark.parametrize("variant", ["not reduced in between", "not reduced in between once"])
+def test_a_step_in_between_that_updates_each_rank_alone_is_told(reports: dict[str, Report], variant: str) -> None:
+    """That copies are unlike from there on is a consequence."""
+    report = reports[variant]
     assert (report.verdict, report.findings) == ("undetermined", [])
     (reason,) = report.reasons
     assert reason.startswith("ranks 0 and 1 updated the same parameters alike in step 0")

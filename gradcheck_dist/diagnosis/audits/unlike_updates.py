@@ -21,6 +21,7 @@ from gradcheck_dist.events import Exchange, OptimizerStep, Reduce, Replica
 from gradcheck_dist.ledger.solve import EPSILON
 from gradcheck_dist.ledger.tracks import ParamKey, Track
 
+GONE_APART = "copies that are reduced together have gone apart"
 SPACINGS = 16
 """More than half of the elements differ by so many: the order of a sum makes one or two, as rounding by chance does."""
 TOGETHER = 0.9

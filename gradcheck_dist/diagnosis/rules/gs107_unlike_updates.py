@@ -44,7 +44,7 @@ from collections.abc import Iterator
 
 from gradcheck_dist.diagnosis.answer import Answer
 from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
-from gradcheck_dist.diagnosis.audits.unlike_updates import Drifting, OwnNumbers, drifting, own_numbers
+from gradcheck_dist.diagnosis.audits.unlike_updates import GONE_APART, Drifting, OwnNumbers, drifting, own_numbers
 from gradcheck_dist.diagnosis.words import in_short
 from gradcheck_dist.events import SHARDING, Event, Exchange, OptimizerStep
 from gradcheck_dist.wording import numbered
@@ -110,7 +110,7 @@ def _of_copies(facts: StepFacts, apart: list[Drifting]) -> Remark:
             "(decide by numbers that are all-reduced, load checkpoints on every rank), random numbers for parameters "
             "from one seed, and lines that change parameters on all ranks alike, or a broadcast behind them.",
         ),
-        pattern=f"copies that are reduced together have gone apart: ranks {_groups(first)}",
+        pattern=f"{GONE_APART}: ranks {_groups(first)}",
         params=frozenset(one.param for one in apart),
         ranks=ranks,
         rank=rank,

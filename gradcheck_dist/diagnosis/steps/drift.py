@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from gradcheck_dist.diagnosis.audits.unlike_updates import GONE_APART
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict, cause
 from gradcheck_dist.diagnosis.weights.cells import Cell, Held
 from gradcheck_dist.ledger.apart import drifted_between
@@ -42,11 +43,19 @@ def sets_apart(judged: Iterable[Held]) -> bool:
 
 
 def leave_drift_between_open(run: Run, verdicts: Sequence[StepVerdict]) -> None:
-    """Leave open what happened in steps that were not recorded, where copies went in alike and came out unlike."""
-    accused = any(one.code in SETS_APART for verdict in verdicts for one in verdict.errors)
+    """Leave open what happened in steps that were not recorded, where copies went in alike and came out unlike. That
+    they are unlike from there on is a consequence."""
+    accused = any(
+        one.code in SETS_APART and not one.pattern.startswith(GONE_APART)
+        for verdict in verdicts
+        for one in verdict.errors
+    )
     found = None if accused else drifted_between(run, [verdict.context.step for verdict in verdicts])
     if found is None:
         return
+    for verdict in verdicts:
+        for one in [one for one in verdict.findings if one.pattern.startswith(GONE_APART)]:
+            verdict.take_away(one)
     first, last = found.before + 1, found.behind
     verdict = next(one for one in verdicts if one.context.step == found.behind)
     verdict.reasons.append(
