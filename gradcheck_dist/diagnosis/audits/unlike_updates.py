@@ -119,9 +119,8 @@ def _sharing(facts: StepFacts, of_rank: dict[int, Track]) -> Iterator[tuple[None
     place = facts.contributions.coordinate
     groups = {
         frozenset(peer for peer in event.group if peer in of_rank and place.get(peer) == place.get(rank))
-        for rank in of_rank
-        for event in facts.data.events[rank]
-        if isinstance(event, Exchange)
+        for rank, event in facts.events_of(Exchange)
+        if rank in of_rank
     }
     for ranks in sorted(groups, key=sorted):
         if len(ranks) > 1 and _are_equal([of_rank[rank].begun for rank in ranks]):
@@ -139,30 +138,27 @@ def _parts(by_rank: dict[int, float]) -> tuple[tuple[int, ...], ...]:
 def _told(facts: StepFacts) -> dict[tuple[int, ParamKey], dict[str, float]]:
     """Of each rank and parameter: what the last optimizer that stepped it was told."""
     found: dict[tuple[int, ParamKey], dict[str, float]] = {}
-    for rank, events in facts.data.events.items():
-        for step in (event for event in events if isinstance(event, OptimizerStep)):
-            stepped = facts.params_in(rank, step.params)
-            for group in step.groups or (step,):
-                numbers = group.hyperparameters if group.lr is None else {**group.hyperparameters, "lr": group.lr}
-                found |= {(rank, key): numbers for key in facts.params_in(rank, group.params) & stepped}
+    for rank, step in facts.events_of(OptimizerStep):
+        stepped = facts.params_in(rank, step.params)
+        for group in step.groups or (step,):
+            numbers = group.hyperparameters if group.lr is None else {**group.hyperparameters, "lr": group.lr}
+            found |= {(rank, key): numbers for key in facts.params_in(rank, group.params) & stepped}
     return found
 
 
 def _ends(facts: StepFacts) -> dict[tuple[int, ParamKey], Ends]:
     """Of each rank and parameter that its own optimizer steps."""
+    stepped: dict[int, dict[int, ParamKey]] = defaultdict(dict)  # by rank, parameters by their ids
+    for rank, step in facts.events_of(OptimizerStep):
+        stepped[rank] |= {facts.data.tracks[key][rank].param.id: key for key in facts.params_in(rank, step.params)}
     found: dict[tuple[int, ParamKey], Ends] = {}
-    for rank, events in facts.data.events.items():
-        steps = [event for event in events if isinstance(event, OptimizerStep)]
-        stepped = {key for step in steps for key in facts.params_in(rank, step.params)}
-        keys = {facts.data.tracks[key][rank].param.id: key for key in stepped}
-        begun = next((event for event in events if isinstance(event, Replica) and event.values), None)
-        if begun is None:
-            continue
-        left, now = np.frombuffer(begun.values, dtype="<f4").astype(float).reshape(2, -1)
-        cuts = np.cumsum(begun.counts)[:-1]
-        for param, one, other in zip(begun.params, np.split(left, cuts), np.split(now, cuts), strict=True):
-            if param in keys:
-                found[rank, keys[param]] = one, other
+    for rank, begun in facts.events_of(Replica):
+        if begun.values:
+            left, now = np.frombuffer(begun.values, dtype="<f4").astype(float).reshape(2, -1)
+            cuts = np.cumsum(begun.counts)[:-1]
+            for param, *ends in zip(begun.params, np.split(left, cuts), np.split(now, cuts), strict=True):
+                if param in stepped[rank]:
+                    found.setdefault((rank, stepped[rank][param]), (ends[0], ends[1]))
     return found
 
 

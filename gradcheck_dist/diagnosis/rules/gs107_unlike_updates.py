@@ -55,7 +55,7 @@ _NAMES = {"lr": "learning rate", "weight_decay": "weight decay"}
 
 
 def could_audit(facts: StepFacts) -> bool:
-    return facts.mixed.tells or any(isinstance(e, Exchange) for of_rank in facts.data.events.values() for e in of_rank)
+    return facts.mixed.tells or any(True for _ in facts.events_of(Exchange))
 
 
 def audit(facts: StepFacts) -> Iterator[Remark]:
@@ -146,4 +146,4 @@ def _since(found: list[Drifting]) -> str:
 
 def _step_on(facts: StepFacts, rank: int) -> Event | None:
     """The rank's first optimizer step of these."""
-    return next((event for event in facts.data.events.get(rank, ()) if isinstance(event, OptimizerStep)), None)
+    return next((event for other, event in facts.events_of(OptimizerStep) if other == rank), None)
