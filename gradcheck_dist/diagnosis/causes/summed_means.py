@@ -34,7 +34,7 @@ def summing(data: StepData, contributions: Contributions, judged: Iterable[Held]
         if held.signature in seen or not held.cells:
             continue
         seen.add(held.signature)
-        culprit = _summing(data, contributions, held)
+        culprit = _summing(data, contributions, held) or _summing(data, contributions, held, by_lines=True)
         if culprit is None:
             return None
         found.append(culprit)
@@ -43,8 +43,9 @@ def summing(data: StepData, contributions: Contributions, judged: Iterable[Held]
     return min(found, key=order)
 
 
-def _summing(data: StepData, contributions: Contributions, held: Held) -> Culprit | None:
-    """The last reduction on the way to one parameter, where it does so."""
+def _summing(data: StepData, contributions: Contributions, held: Held, *, by_lines: bool = False) -> Culprit | None:
+    """The last reduction on the way to one parameter, where it does so. `by_lines`: with what lines that nobody
+    recorded divide by, as it was measured."""
     whole: dict[int, float] = {}
     expected: dict[ContributionKey, float] = {}
     rounding = EXACT
@@ -55,16 +56,19 @@ def _summing(data: StepData, contributions: Contributions, held: Held) -> Culpri
         reductions = [(step, step.event) for step in accounted.steps if isinstance(step.event, Reduce)]
         if not reductions or abs(prod(step.factor for step, _ in reductions) - 1) > EXACT:
             return None
-        by_lines = prod(gap.factor for gap in accounted.gaps)
-        if abs(by_lines - 1) <= NOISE:
-            by_lines = 1.0  # nobody did anything
-        elif abs(by_lines * num_ranks - 1) <= NOISE:
+        divided = prod(gap.factor for gap in accounted.gaps)
+        if abs(divided * num_ranks - 1) <= NOISE if by_lines else divided * num_ranks < 1 + EXACT:
             return None  # lines that nobody recorded divide by as many
         last = reductions[-1][1]
         contribution = contributions.by_key[cell.key]
         loss_dtype = contribution.loss.dtype if contribution.loss is not None else "bfloat16"
         rounding = max(rounding, EPSILON.get(loss_dtype, EPSILON["float32"]))
-        weight = accounted.documented * by_lines * float(cell.expected) * (contribution.num_tokens or 0)
+        weight = (
+            accounted.documented
+            * (divided if by_lines else 1.0)
+            * float(cell.expected)
+            * (contribution.num_tokens or 0)
+        )
         whole[cell.key[0]] = whole.get(cell.key[0], 0.0) + weight
         expected[cell.key] = float(cell.expected) * (contribution.num_tokens or 0)
     if len(whole) < 2 or len(whole) != num_ranks:
