@@ -9,7 +9,7 @@ from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.stream.diagnose import diagnose_run
 from gradcheck_dist.trainer.launch import launch, warm_up
 
-RANKS = 3
+RANKS = 4
 
 
 @pytest.fixture(scope="module")
@@ -25,9 +25,9 @@ def test_numbers_of_each_ranks_own_optimizer_are_found(reports: dict[str, Report
     (finding,) = reports[variant].findings
     first = 1 if "later" in variant else 0
     assert (finding.code, finding.steps) == ("GS107", [*range(first, 4)])
-    each = "0 on rank 0, 0.1 on rank 1, 0.2 on rank 2"
+    each = "0 on rank 0, 0.1 on rank 1, 0.2 on rank 2, 0.3 on rank 3"
     if variant != "weight decay":
-        each = "0.01 on rank 0, 0.02 on rank 1, 0.03 on rank 2"
+        each = "0.01 on rank 0, 0.02 on rank 1, 0.03 on rank 2, 0.04 on rank 3"
         assert "learning rate" in finding.fix
     assert finding.pattern.endswith(each) and finding.first_event is not None
     assert finding.first_event.kind == "optimizer_step"
@@ -41,7 +41,7 @@ def test_copies_that_go_apart_are_found(reports: dict[str, Report], variant: str
     (finding,) = reports[variant].findings
     later = variant == "a decay behind the step"
     assert finding.code == "GS107" and finding.steps[0] >= (2 if later else 1) and finding.steps[-1] == 3
-    groups = "0 | 1,2" if variant == "state of the optimizer" else "0 | 1 | 2"
+    groups = "0 | 1,2,3" if variant == "state of the optimizer" else "0 | 1 | 2 | 3"
     assert finding.pattern.endswith(f"ranks {groups}") and finding.first_event is not None
     assert ("what set them apart came later" in finding.explanation) == later
 

@@ -7,12 +7,13 @@ import torch.nn.functional as F
 from clip_workers import Added, Copied
 from probe_workers import record_each
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 NUMBERS = ("learning rates", "weight decay", "learning rates, later", "learning rates, by hand",
-           "learning rates, shards", "learning rates, one batch")  # fmt: skip
+           "learning rates, shards", "learning rates, shards and replicas", "learning rates, one batch")  # fmt: skip
 DRIFT = ("state of the optimizer", "noise on gradients", "noise on parameters", "a decay behind the step",
          "rates of lines")  # fmt: skip
 RIGHT = ("plain", "noise before", "noise behind", "perturbed", "owners", "in each rank's order", "swapped for a look",
@@ -64,9 +65,12 @@ def train(variant: str) -> None:
     net = net.bfloat16() if variant == "rounded by chance" else net
     params = list(net.parameters())
     by_hand = variant in ("learning rates, by hand", "in each rank's order", "learning rates, one model each")
-    shards = variant == "learning rates, shards"
+    shards = variant.startswith("learning rates, shards")
     alone = by_hand or variant.endswith("one batch")
-    model = fully_shard(net) if shards else net if alone else DistributedDataParallel(net)
+    if shards:
+        sizes, names = ((2, 2), ("replicas", "shards")) if "replicas" in variant else ((4,), ("shards",))
+        fully_shard(net, mesh=init_device_mesh("cpu", sizes, mesh_dim_names=names))
+    model = net if alone or shards else DistributedDataParallel(net)
     params = list(net.parameters())
     optimizer = make_optimizer(variant, params) if variant != "rates of lines" else None
     if variant == "state of the optimizer" and rank:

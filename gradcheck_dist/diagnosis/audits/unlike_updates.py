@@ -19,7 +19,7 @@ from gradcheck_dist.diagnosis.audits.facts import StepFacts
 from gradcheck_dist.diagnosis.audits.unlike import reductions_of
 from gradcheck_dist.events import Exchange, OptimizerStep, Reduce, Replica
 from gradcheck_dist.ledger.solve import EPSILON
-from gradcheck_dist.ledger.tracks import ParamKey, Track
+from gradcheck_dist.ledger.tracks import ParamKey, Track, merge
 
 GONE_APART = "copies that are reduced together have gone apart"
 SPACINGS = 16
@@ -107,11 +107,15 @@ def _own_numbers(
 
 
 def _reducing(facts: StepFacts, of_rank: dict[int, Track]) -> Iterator[tuple[Reduce, set[int]]]:
-    """The reductions of a parameter's gradient, and their ranks."""
-    for rank, track in sorted(of_rank.items()):
-        for event in facts.data.events[rank]:
-            if isinstance(event, Reduce) and track.param.id in facts.data.params_of(rank, event.params):
-                yield event, {*event.group, *event.replicate_group}
+    """The ranks that reductions of a parameter's gradient join, over shards and replicas, and the first of these."""
+    found = [
+        (event, {*event.group, *event.replicate_group})
+        for rank, event in facts.events_of(Reduce)
+        if rank in of_rank and of_rank[rank].param.id in facts.data.params_of(rank, event.params)
+    ]
+    for joined in merge([{rank} for rank in of_rank], [ranks for _, ranks in found]):
+        if len(joined) > 1:
+            yield next(event for event, ranks in found if ranks & joined), joined
 
 
 def _sharing(facts: StepFacts, of_rank: dict[int, Track]) -> Iterator[tuple[None, set[int]]]:
