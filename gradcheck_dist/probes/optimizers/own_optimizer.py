@@ -83,7 +83,7 @@ class OwnOptimizer:
         params = _some([info.param for info in infos])
         same = len(known) == len(params) and all(one is other for one, other in zip(known, params, strict=True))
         begun = _again(self._before, inside=True) if same else _values(params, inside=True)
-        if same:
+        if same and all(is_host(param) for param in params):  # nobody waits for an accelerator
             self.is_updated |= 2 * _num_unlike(self._before, begun) > len(begun)
         self._before = begun
         self._sizes = [param.numel() for param, _, _ in self._before]
