@@ -53,7 +53,7 @@ def told_repeated(data: StepData, contributions: Contributions) -> list[str]:
         if step in passes[place] or not one.label_hash or not one.value or one.loss_rank is None:
             return []
         passes[place][step] = one
-    told = []
+    told: dict[int, list[int]] = defaultdict(list)  # data ranks, by how many steps theirs are
     for place, of_place in sorted(passes.items()):
         first, *others = of_place.values()
         alike = (first.label_hash, first.num_tokens, first.value)
@@ -64,13 +64,11 @@ def told_repeated(data: StepData, contributions: Contributions) -> list[str]:
                 if (track := of_rank.get(first.loss_rank or 0)) is not None
             ]
             if any(leaves) and all(_same(part, parts[0]) for parts in leaves for part in parts):
-                told.append(place)
-    if not told:
-        return []
-    num = len(passes[told[0]])
+                told[len(of_place)].append(place)
     return [
-        f"the {num} accumulation steps of {numbered('data rank', told)} train on one batch (labels, losses and "
+        f"the {num} accumulation steps of {numbered('data rank', places)} train on one batch (labels, losses and "
         "gradients are the same): fetch a batch in each, from one iterator, unless that is meant"
+        for num, places in told.items()
     ]
 
 
