@@ -46,7 +46,7 @@ from gradcheck_dist.diagnosis.answer import Answer
 from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
 from gradcheck_dist.diagnosis.audits.unlike_updates import GONE_APART, Drifting, OwnNumbers, drifting, own_numbers
 from gradcheck_dist.diagnosis.words import in_short
-from gradcheck_dist.events import SHARDING, Event, Exchange, OptimizerStep
+from gradcheck_dist.events import SHARDING, Event, Exchange, OptimizerStep, Reduce
 from gradcheck_dist.wording import numbered
 
 CODE = "GS107"
@@ -55,7 +55,8 @@ _NAMES = {"lr": "learning rate", "weight_decay": "weight decay"}
 
 
 def could_audit(facts: StepFacts) -> bool:
-    return facts.mixed.tells or any(True for _ in facts.events_of(Exchange))
+    reduced = any(len(event.group) > 1 for _, event in facts.events_of(Reduce))
+    return reduced or any(len(event.group) > 1 for _, event in facts.events_of(Exchange))
 
 
 def audit(facts: StepFacts) -> Iterator[Remark]:
