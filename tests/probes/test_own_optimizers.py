@@ -3,26 +3,21 @@ parameters hold; what cannot be known accuses nobody."""
 
 from __future__ import annotations
 
-import math
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from own_updates import ACCUMULATION, RATE, STEPS, Update, grad, judged, train
 from probe_workers import Net, batch
 from torch import Tensor, nn
 
 from gradcheck_dist.diagnosis.engine import diagnose
-from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.diagnosis.report.next_step import next_step
 from gradcheck_dist.events import OWN_OPTIMIZER, OptimizerStep
 from gradcheck_dist.probes import attach
 from gradcheck_dist.trace.run import read_run
-
-STEPS, ACCUMULATION, RATE = 4, 3, 0.1
-Update = Callable[[nn.Module], None]
 
 
 def set_to_none(model: nn.Module) -> None:
@@ -67,42 +62,6 @@ def halved_once_more(model: nn.Module) -> None:
     for param in model.parameters():
         grad(param).div_(2)
     set_to_none(model)
-
-
-def grad(param: Tensor) -> Tensor:
-    assert param.grad is not None
-    return param.grad
-
-
-def train(
-    update: Update, divisor: float = 1.0, *, folder: Path | None = None, after: Update | None = None
-) -> list[float]:
-    """Parameters' sums. `divisor` divides each loss once more; `after` runs behind each backward pass."""
-    torch.manual_seed(0)
-    model = Net()
-
-    def loop() -> None:
-        for _ in range(STEPS):
-            data = [batch(0, k) for k in range(ACCUMULATION)]
-            num_tokens = sum(int((labels >= 0).sum()) for _, labels in data)
-            for tokens, labels in data:
-                loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), reduction="sum")
-                (loss / num_tokens / divisor).backward()
-                if after is not None:
-                    after(model)
-            update(model)
-
-    if folder is None:
-        loop()
-    else:
-        with attach(folder, steps=range(STEPS - 1)):
-            loop()
-    return [float(param.detach().double().sum()) for param in model.parameters()]
-
-
-def judged(folder: Path, update: Update, divisor: float = 1.0, after: Update | None = None) -> Report:
-    train(update, divisor, folder=folder, after=after)
-    return diagnose(read_run(folder))
 
 
 @pytest.mark.parametrize("update", [set_to_none, zero_by_hand, zero_through_data, zero_grad])
@@ -330,85 +289,6 @@ def test_the_negative_of_a_loss_may_be_maximized(tmp_path: Path, maximize: bool 
     report = judged(tmp_path, update, divisor=-1)
     assert [finding.code for finding in report.findings] == codes
     assert codes or (report.verdict == "undetermined" and "x -1 in .grad" in report.reasons[0])
-
-
-class Dividing(torch.optim.Optimizer):
-    """One of the trainer's own that divides what it reads by a number that it holds, or that its step is given."""
-
-    def __init__(self, params: list[nn.Parameter], divisor: float | None) -> None:
-        super().__init__(params, {"lr": RATE})
-        if divisor is not None:
-            self.divisor = divisor
-
-    @torch.no_grad()
-    def step(self, scale: float = 1.0) -> None:  # type: ignore[override]
-        for param in self.param_groups[0]["params"]:
-            param.sub_(RATE / (getattr(self, "divisor", 1.0) * scale) * grad(param))
-
-
-@pytest.mark.parametrize(
-    ("held", "given"), [(ACCUMULATION, {}), (None, {"scale": ACCUMULATION}), (None, {}), (ACCUMULATION + 1, {})]
-)
-def test_an_optimizer_may_divide_by_the_number_that_it_holds(
-    tmp_path: Path, held: float | None, given: dict[str, float]
-) -> None:
-    made: list[Dividing] = []
-
-    def update(model: nn.Module) -> None:
-        if not made:
-            made.append(Dividing(list(model.parameters()), held))
-        made[0].step(**given)
-        made[0].zero_grad()
-
-    report = judged(tmp_path, update, divisor=1 / ACCUMULATION)
-    if held == ACCUMULATION or given:
-        assert (report.verdict, report.findings) == ("undetermined", [])
-        assert "Dividing, which is none of torch.optim, holds that number" in report.reasons[0]
-    else:
-        (finding,) = report.findings
-        assert (finding.code, finding.factor.expression) == ("GS303", "accumulation_steps")
-
-
-@pytest.mark.parametrize("max_norm", [0.01, 0.0137, 10_000])
-def test_an_optimizer_may_divide_by_a_loss_scale_that_clips_as_well(tmp_path: Path, max_norm: float) -> None:
-    """As old fused optimizers do: `step(scale=scale / clip)`. What leaves a norm of more digits than people write, or
-    makes gradients longer, is no clip."""
-    made: list[Dividing] = []
-
-    def update(model: nn.Module) -> None:
-        if not made:
-            made.append(Dividing(list(model.parameters()), None))
-        norm = math.hypot(*(float(grad(param).norm()) for param in model.parameters()))
-        made[0].step(scale=norm / max_norm)
-        made[0].zero_grad()
-
-    report = judged(tmp_path, update, divisor=1 / 1024)
-    if max_norm == 0.01:
-        assert (report.verdict, report.findings) == ("undetermined", [])
-        assert "holds scale" in report.reasons[0] and "is 0.01, as a clip" in report.reasons[0]
-    else:
-        assert [finding.code for finding in report.findings] == ["GS303"]
-
-
-def test_numbers_that_an_optimizer_counts_make_no_step_in_columns_another_one(tmp_path: Path) -> None:
-    class Counting(Dividing):
-        num_steps = 0
-
-        def step(self, scale: float = 1.0) -> None:  # type: ignore[override]
-            self.num_steps += 1
-            super().step(scale)
-
-    model = Net()
-    optimizer = Counting(list(model.parameters()), ACCUMULATION)
-    with attach(tmp_path, steps=range(2), every_step=True):
-        for _ in range(STEPS + 2):
-            tokens, labels = batch(0, 0)
-            F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten()).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    trace = read_run(tmp_path).ranks[0]
-    assert len(trace.shapes) == 1
-    assert {event.numbers["divisor"] for event in trace.events if isinstance(event, OptimizerStep)} == {ACCUMULATION}
 
 
 def test_gradients_that_nobody_saw_before_they_were_emptied_are_told(tmp_path: Path) -> None:
