@@ -369,6 +369,16 @@ class Replica(Event, tag="replica"):
     values: bytes = b""
 
 
+class ParamUpdate(Event, tag="param_update"):
+    """What an optimizer's step made of parameters whose gradients nobody was seen to reduce in the step, beside others
+    that were: float32 bytes, `counts[i]` values of what this rank holds of each parameter `params[i]`, at positions
+    that are equal for equal numbers of elements, as the optimizer's step began, and as many as it was over."""
+
+    params: tuple[int, ...]
+    counts: tuple[Length, ...]
+    values: bytes
+
+
 OWN_OPTIMIZER = "an own optimizer"  # stands for the name of one that is none of torch.optim
 OWN_OPTIMIZER_PROBE = "own_optimizer"
 EXCHANGES_PROBE = "exchanges"
@@ -463,6 +473,7 @@ AnyEvent = (
     | Metric
     | StepEnd
     | Replica
+    | ParamUpdate
     | ProbeStatus
     | ProbeError
     | RunEnd

@@ -22,6 +22,7 @@ from gradcheck_dist.diagnosis.steps.alternatives import (
     with_one_batch,
     without_warm_up,
 )
+from gradcheck_dist.diagnosis.steps.averaged_beside import leave_averaged_open
 from gradcheck_dist.diagnosis.steps.changed_in import NO_COMBINATION
 from gradcheck_dist.diagnosis.steps.computed_behind import leave_computed_open
 from gradcheck_dist.diagnosis.steps.drift import leave_drift, leave_drift_between_open, leave_own_parts_open
@@ -121,6 +122,7 @@ def conclude(
     tell_earlier_gradients(verdicts)
     tell_terms(verdicts)
     leave_own_parts_open(verdicts)
+    leave_averaged_open(verdicts)
     leave_drift(verdicts)
     weigh(verdicts)
     leave_tasks_open(verdicts)

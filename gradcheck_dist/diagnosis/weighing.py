@@ -22,7 +22,7 @@ from gradcheck_dist.diagnosis.norms.step_norms import step_norms
 from gradcheck_dist.diagnosis.steps.across import across, left_across, without_emptied_across
 from gradcheck_dist.diagnosis.steps.changed_in import name_places
 from gradcheck_dist.diagnosis.steps.clip_lines import clip_of_line, factor_of_line
-from gradcheck_dist.diagnosis.steps.drift import sets_apart
+from gradcheck_dist.diagnosis.steps.drift import set_apart
 from gradcheck_dist.diagnosis.steps.hand_clip import freed
 from gradcheck_dist.diagnosis.steps.lone import trained_alone
 from gradcheck_dist.diagnosis.steps.open_steps import (
@@ -63,6 +63,7 @@ from gradcheck_dist.ledger.looked_at import without_looks, without_losses_of
 from gradcheck_dist.ledger.loss_backwards import as_given
 from gradcheck_dist.ledger.lost import lost
 from gradcheck_dist.ledger.mixed_labels import MixedLabels, mixed_labels
+from gradcheck_dist.ledger.param_updates import all_moved_alike, updates_by_param
 from gradcheck_dist.ledger.picked_losses import picked_apart
 from gradcheck_dist.ledger.sent_parameters import without_sent
 from gradcheck_dist.ledger.several_terms import Terms, several_terms
@@ -296,7 +297,8 @@ def weigh(
     ]
     verdict.reads = reads_of(data, verdict.held, target.contributions, target.expected)
     verdict.units = unit_of(verdict.held)
-    verdict.apart = sets_apart(verdict.held)
+    verdict.apart = set_apart(verdict.held) - all_moved_alike(data)
+    verdict.updates = updates_by_param(data)
     verdict.shares_updates = share_updates(verdict.data)
     verdict.writes = writes_of(data)
     verdict.conduct = conduct_of(data, verdict.held, target.contributions)

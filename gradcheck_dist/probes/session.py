@@ -61,6 +61,7 @@ _IN_ORDER = (
     "reductions.redistribute",
     "reductions.replicas",
     "reductions.copies",
+    "reductions.unreduced",
     "reductions.gathered",
     "activations.exchanges",
     "backward.recompute",

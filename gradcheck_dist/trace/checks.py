@@ -17,6 +17,7 @@ from gradcheck_dist.events import (
     Header,
     Norms,
     Param,
+    ParamUpdate,
     ParamValues,
     Plan,
     Replica,
@@ -126,6 +127,11 @@ class Checks:
             return f"of step {event.step} has {len(event.values)} bytes of values of {len(event.params)} parameters"
         return ""
 
+    def _param_update(self, event: ParamUpdate) -> str:
+        if len(event.counts) != len(event.params) or len(event.values) != 8 * sum(event.counts):
+            return f"of step {event.step} has {len(event.values)} bytes of values of {len(event.params)} parameters"
+        return ""
+
     def _norms(self, norms: Norms) -> str:
         if len(norms.rows) % 12 or len(norms.values) * 12 != len(norms.rows) * 8:
             return f"of step {norms.step} has {len(norms.rows)} bytes of rows and {len(norms.values)} of values"
@@ -160,6 +166,7 @@ _CHECKS = {
     Param: Checks._param,
     ParamValues: Checks._param_values,
     Replica: Checks._replica,
+    ParamUpdate: Checks._param_update,
     Plan: Checks._plan,
     Samples: Checks._samples,
     Norms: Checks._norms,

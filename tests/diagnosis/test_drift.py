@@ -12,7 +12,7 @@ from simulator import Trainer, World
 
 from gradcheck_dist.diagnosis.finding import Factor, Finding
 from gradcheck_dist.diagnosis.judging import judge_step
-from gradcheck_dist.diagnosis.steps.drift import leave_drift, sets_apart
+from gradcheck_dist.diagnosis.steps.drift import leave_drift, set_apart
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
 
 RUN = World(Trainer(root=global_mean(), op="sum")).run()
@@ -51,7 +51,7 @@ def test_what_shows_only_behind_unequal_updates_is_their_consequence(cause: str,
 
 def test_unequal_gradients_of_copies_that_accuse_nobody_set_apart_too() -> None:
     first, second = steps([], ["GS000"])
-    leave_drift([replace(first, apart=True), second])
+    leave_drift([replace(first, apart=frozenset({(-1, "weight")})), second])
     assert second.findings == []
     assert any("unequal gradients of copies in step 0" in remark for remark in second.remarks)
 
@@ -62,7 +62,7 @@ def test_copies_are_set_apart_where_a_rank_reads_another_weight(each: bool) -> N
     assert not verdict.apart
     late = [replace(cell, ratio=cell.ratio * 1.5) for cell in verdict.held[-1].cells]
     held = [replace(one, cells=late) if each or one is verdict.held[-1] else one for one in verdict.held]
-    assert sets_apart(held) != each
+    assert bool(set_apart(held)) != each
 
 
 @pytest.mark.parametrize("earlier", [["GS601", "GS802"], ["GS303"], []])
@@ -77,4 +77,4 @@ def test_copies_are_set_apart_where_a_rank_reads_an_earlier_gradient_as_well(eac
     verdict = judge_step(RUN, 0, "global-token-mean", "given")
     stale: Any = SimpleNamespace(final=lambda rank: SimpleNamespace(leftover=True))
     held = [replace(one, replay=stale) if each or one is verdict.held[-1] else one for one in verdict.held]
-    assert sets_apart(held) != each
+    assert bool(set_apart(held)) != each

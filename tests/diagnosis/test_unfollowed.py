@@ -79,7 +79,7 @@ def test_what_is_too_large_where_an_optimizer_reduces_may_be_divided_there(
         pattern=N(kind="uniform", factor=factor),
         terms=(),
         context=N(contributions=N(coordinate={0: 0, 1: 1})),
-        held=[N(rank=0, cells=cells, replay=N(inside={}))],
+        held=[N(param=(-1, "weight"), rank=0, cells=cells, replay=N(inside={}))],
     )
     assert ("own passes weigh x 32" in str(reduced_inside(case, step(seqs)))) == is_open
 

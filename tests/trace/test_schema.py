@@ -72,6 +72,7 @@ FROZEN = {
     "left_unreduced": "params over_shards seq t_ns step site",
     "metric": "name value seq t_ns step site",
     "step_end": "duration_s probe_s num_events num_rows num_norms num_passes num_before seq t_ns step site",
+    "param_update": "params counts values seq t_ns step site",
     "replica": "fingerprint after num_steps_later exchanged params counts values seq t_ns step site",
     "probe_status": "probe active reason seq t_ns step site",
     "probe_error": "probe message count seq t_ns step site",

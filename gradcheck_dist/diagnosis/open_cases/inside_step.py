@@ -3,25 +3,31 @@ backward of a function that combines parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from gradcheck_dist.diagnosis.causes.case import Case
 from gradcheck_dist.diagnosis.weights.cells import Held
+from gradcheck_dist.diagnosis.words import in_short
 from gradcheck_dist.events import GATHERED, OptimizerStep, Reduce, Replica
 from gradcheck_dist.ledger import inside_steps
-from gradcheck_dist.ledger.tracks import StepData
+from gradcheck_dist.ledger.param_updates import moved_alike
+from gradcheck_dist.ledger.tracks import ParamKey, StepData
+
+NOT_FOLLOWED = "what it combines over ranks is not followed, so how much they weigh in its update is not judged"
 
 
 def reduced_inside(case: Case, data: StepData) -> str | None:
     """Why a reduction that never came accuses nobody, and neither a factor that what comes inside may divide by."""
     followed = [held for held in case.held if held.replay.inside.get(held.rank)]
     if case.culprit.absent and len(followed) < len(case.held):
-        return stepped_together(data)
+        return _stepped_together(case, data)
     if followed:
         return _divided_behind(case, followed[0], data)
     too_large = case.pattern.kind == "uniform" and case.pattern.factor > 1
     place = case.context.contributions.coordinate
-    reason = stepped_together(data) if too_large and all(is_own_alone(held, place) for held in case.held) else None
+    reason = (
+        _stepped_together(case, data) if too_large and all(is_own_alone(held, place) for held in case.held) else None
+    )
     return (
         reason
         and f"each rank's own passes weigh x {case.pattern.factor:.6g} when the optimizer reads them, and {reason}"
@@ -65,6 +71,22 @@ def gathered_otherwise(_: Case, data: StepData) -> str | None:
     return next(iter(data.told(GATHERED)), None)
 
 
+def _stepped_together(case: Case, data: StepData) -> str | None:
+    return stepped_together(data) or moved_together(data, {held.param for held in case.held})
+
+
+def moved_together(data: StepData, keys: Collection[ParamKey]) -> str | None:
+    """Why parameters of which each rank's optimizer reads its own gradient may be right beside others that are reduced:
+    it moves them alike, so it combines something else over ranks."""
+    if _have_one_owner(data) or not moved_alike(data, keys):
+        return None
+    names = in_short(sorted(name for _, name in keys))
+    return (
+        f"no gradient of {names} is reduced before the optimizer reads it, and yet it moves these alike on all ranks: "
+        f"{NOT_FOLLOWED}"
+    )
+
+
 def stepped_together(data: StepData) -> str | None:
     """Why ranks whose gradients nothing joins before their optimizers read them may be right all the same: these reduce
     them inside of `step`, or something else there (momentum, compressed updates), as their parameters show, which were
@@ -79,7 +101,7 @@ def stepped_together(data: StepData) -> str | None:
         how = "no gradient is reduced before the optimizer reads it, and yet it moves the parameters alike on all ranks"
     else:
         return None
-    return f"{how}: what it combines over ranks is not followed, so how much they weigh in its update is not judged"
+    return f"{how}: {NOT_FOLLOWED}"
 
 
 def _moved_alike(data: StepData) -> bool:

@@ -18,6 +18,7 @@ from gradcheck_dist.diagnosis.open_cases.parted_heads import PARTED
 from gradcheck_dist.diagnosis.open_cases.stepped_again import AGAIN
 from gradcheck_dist.diagnosis.open_cases.unread import OTHER_PARTS
 from gradcheck_dist.diagnosis.steps.alternatives import MADE_ANEW
+from gradcheck_dist.diagnosis.steps.averaged_beside import AVERAGED
 from gradcheck_dist.diagnosis.steps.changed_in import LINES
 from gradcheck_dist.diagnosis.steps.computed_behind import NOT_THEIRS
 from gradcheck_dist.diagnosis.steps.drift import DRIFTED, SET_APART
@@ -186,6 +187,8 @@ SAYS = {
     "recorded without samples cannot be judged": "Sample some of these steps (--every N), or add mark_loss where a "
     "loss counts no tokens.",
     "clipped by hand by unlike coefficients": "Take the norm of whole gradients (full_tensor()), one on all ranks.",
+    AVERAGED: "Average gradients in the place of values once (all_reduce on .grad, in front of the step) to have their "
+    "weights judged.",
     "what it combines over ranks is not followed": "Compare the updates of one step with those of one process on the "
     "same batches: what is reduced inside of an optimizer's step is not seen.",
     "moved no parameter. Either": "Look what that optimizer divides by when it moves parameters; recorded with "

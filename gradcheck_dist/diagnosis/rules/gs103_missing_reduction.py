@@ -49,6 +49,7 @@ from gradcheck_dist.diagnosis.open_cases.parted_heads import undoing_gathers
 from gradcheck_dist.diagnosis.weights.cells import Cell, Held, weighs_nothing
 from gradcheck_dist.diagnosis.weights.context import StepContext
 from gradcheck_dist.events import AFTER, BEFORE, DATA_PARALLEL, OWN_OPTIMIZER, Backward, Event, OptimizerStep, Reduce
+from gradcheck_dist.ledger.param_updates import moved_alike
 from gradcheck_dist.ledger.reductions import is_partial, nominal_factor
 from gradcheck_dist.ledger.tracks import ParamKey, Track
 from gradcheck_dist.wording import numbered, plural
@@ -405,8 +406,10 @@ def _uncounted(facts: StepFacts) -> Iterator[Remark]:
     together = {rank for held in missing for rank in held.ranks}
     if not missing or any(together <= set(one.ranks) for one in undoing_gathers(facts.data)):
         return  # parts of a head that were drawn from one seed have their whole gradient behind such a gather
-    rank = min(held.rank for held in missing)
     params = frozenset(held.param for held in missing)
+    if moved_alike(facts.data, params):
+        return  # by an optimizer that combines something else over ranks in its step
+    rank = min(held.rank for held in missing)
     ranks = tuple(sorted({rank for held in missing for rank in held.ranks}))
     passes = [event for event in facts.data.events[rank] if isinstance(event, Backward)]
     mine = {facts.data.tracks[key][rank].param.id for key in params if rank in facts.data.tracks[key]}

@@ -26,20 +26,21 @@ FOLLOWS = frozenset({"GS000", "GS103", "GS105", UPDATES, "GS703", "GS802"})
 """What copies that have drifted apart look like; what began at zero is a rank's own updates alone, and unlike."""
 
 
-def sets_apart(judged: Iterable[Held]) -> bool:
-    """Whether the optimizers of two ranks read other weights of one contribution in copies of one parameter, or one of
-    them what was left from an earlier step as well."""
+def set_apart(judged: Iterable[Held]) -> frozenset[ParamKey]:
+    """Parameters in whose copies the optimizers of two ranks read other weights of one contribution, or one of them
+    what was left from an earlier step as well."""
+    found: set[ParamKey] = set()
     first: dict[tuple[ParamKey, ContributionKey], Cell] = {}
     left: dict[ParamKey, bool] = {}
     for held in judged:
         final = held.replay.final(held.rank)
         if final is not None and left.setdefault(held.param, final.leftover) != final.leftover:
-            return True
+            found.add(held.param)
         for cell in held.cells:
             other = first.setdefault((held.param, cell.key), cell)
             if abs(cell.ratio - other.ratio) > cell.margin + other.margin:
-                return True
-    return False
+                found.add(held.param)
+    return frozenset(found)
 
 
 def leave_drift_between_open(run: Run, verdicts: Sequence[StepVerdict]) -> None:

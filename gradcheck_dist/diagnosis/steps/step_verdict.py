@@ -27,6 +27,7 @@ from gradcheck_dist.diagnosis.weights.patterns import Pattern
 from gradcheck_dist.diagnosis.words import BY_HAND
 from gradcheck_dist.events import OWN_OPTIMIZER
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
+from gradcheck_dist.ledger.param_updates import Update
 from gradcheck_dist.ledger.several_terms import Terms
 from gradcheck_dist.ledger.tracks import ParamKey, Slot, StepData
 from gradcheck_dist.wording import numbered, plural
@@ -136,8 +137,9 @@ class StepVerdict:
     `beside_weights`: findings that rest on no weight.
     `assumed`: what a clip's lines must divide by, `divided`: what unrecorded lines divide by where nothing is wrong.
     `unmade`: parameters of which an optimizer read a gradient that no recorded pass made. `own_terms`: losses of a
-    pass that were taken for terms with coefficients. `kept_apart`: what is known of passes that are. `apart`: copies of
-    parameters got unequal gradients on different ranks. `begun_alike`: ranks held the same parameters when the step
+    pass that were taken for terms with coefficients. `kept_apart`: what is known of passes that are. `apart`:
+    parameters whose copies got unequal gradients on different ranks; `updates`: what optimizers made of parameters that
+    nobody reduced. `begun_alike`: ranks held the same parameters when the step
     began; None where that was not seen. `own_parts`: what all findings' weights are where ranks hand on, behind the
     step, what they stepped by their own parts of a reduction, in words. `shares_updates`: ranks step another part of
     parameters each.
@@ -185,7 +187,8 @@ class StepVerdict:
     effects: dict[Cause, Effect] = field(default_factory=dict)
     own_terms: Terms | None = None
     kept_apart: KeptApart | None = None
-    apart: bool = False
+    apart: frozenset[ParamKey] = frozenset()
+    updates: dict[ParamKey, dict[int, Update]] = field(default_factory=dict)
     begun_alike: bool | None = None
     own_parts: str = ""
     shares_updates: bool = False

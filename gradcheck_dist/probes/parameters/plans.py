@@ -55,7 +55,8 @@ class ParamInfo:
     `active` tells whether it is sampled in this step: of a large model's parameters one in `period` is. `regions` is
     not empty where an optimizer's tensor is no parameter of the model but a copy of parts of some. `arrives_as` is how
     a plain gradient that arrives in backward lies in it, where that is no matter of course. `shape` and `numel` are
-    those of the whole parameter, also while `param` holds nothing (ZeRO 3).
+    those of the whole parameter, also while `param` holds nothing (ZeRO 3). `reduced_in` is the last recorded step in
+    which a reduction of its gradient over several ranks was seen.
     """
 
     __slots__ = (
@@ -70,6 +71,7 @@ class ParamInfo:
         "plain",
         "plans",
         "positions",
+        "reduced_in",
         "regions",
         "shape",
         "stage",
@@ -94,6 +96,7 @@ class ParamInfo:
         self.regions: tuple[Region, ...] = ()
         self.period = 1
         self.active = True
+        self.reduced_in = -1
 
     def shows(self, param: Tensor, sample_size: int) -> None:
         """Stand for a tensor, or for the one that it turned out to be a part of."""

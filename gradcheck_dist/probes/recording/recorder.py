@@ -489,7 +489,10 @@ class Recorder(Sampler):
 
     def emit_reduce(self, seq: int, infos: list[ParamInfo], **fields: Any) -> None:
         current = self.current
-        self.reduced |= len(fields.get("group", ())) > 1 or len(fields.get("replicate_group", ())) > 1
+        if len(fields.get("group", ())) > 1 or len(fields.get("replicate_group", ())) > 1:
+            self.reduced = True
+            for info in infos:
+                info.reduced_in = self.step
         self.emit(
             Reduce,
             seq=seq,

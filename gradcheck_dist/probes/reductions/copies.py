@@ -78,7 +78,7 @@ class Copies:
         infos = recorder.registry.infos()
         if len(infos) > self._num_known:
             new, self._num_known = infos[self._num_known :], len(infos)
-            found = [info for info in new if info.param.requires_grad and _local(info) is not None]
+            found = [info for info in new if info.param.requires_grad and local_part(info) is not None]
             self._new += found
             self._look(found, after=False)
         return True
@@ -89,10 +89,10 @@ class Copies:
             self._look(self._new, after=True)
 
     def _look(self, infos: list[ParamInfo], *, after: bool) -> None:
-        held = [(info, local) for info in infos if (local := _local(info)) is not None]
+        held = [(info, local) for info in infos if (local := local_part(info)) is not None]
         if not held or len({local.device for _, local in held}) > 1:
             return
-        parts = [local.take(_positions(local)).float() for _, local in held]
+        parts = [local.take(some_positions(local)).float() for _, local in held]
         record = functools.partial(
             ParamValues,
             params=tuple(info.id for info, _ in held),
@@ -185,7 +185,7 @@ def over(recorder: Recorder, copies: Copies) -> None:
     copies.is_over()
 
 
-def _local(info: ParamInfo) -> Tensor | None:
+def local_part(info: ParamInfo) -> Tensor | None:
     """What this rank holds of a parameter; None where that is nothing, or not what it was when it was first seen (a
     tensor that is whole only while it is used)."""
     param = info.param
@@ -207,5 +207,5 @@ def ranks_of(group: Any) -> list[int]:
     return dist.get_process_group_ranks(found or dist.group.WORLD)
 
 
-def _positions(local: Tensor) -> Tensor:
+def some_positions(local: Tensor) -> Tensor:
     return torch.as_tensor(sample_positions("local", local.numel(), NUM_VALUES), device=local.device)
