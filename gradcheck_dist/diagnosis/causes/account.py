@@ -72,7 +72,8 @@ class Gap:
     """A measured factor that no record accounts for. `start` None: the loss. `noise` is its relative standard error.
 
     `inside`: both measurements belong to one event, or to one backward pass: it is this event that did it. `in_flight`:
-    it lies between two pipeline stages, before the gradient came to the parameter.
+    it lies between two pipeline stages, before the gradient came to the parameter. `written`: what a line of the
+    trainer's did in it besides, which the losses lack.
     """
 
     start: Event | None
@@ -82,6 +83,7 @@ class Gap:
     noise: float
     inside: bool
     in_flight: bool = False
+    written: float = 1.0
 
 
 @dataclass

@@ -28,16 +28,16 @@ from gradcheck_dist.diagnosis.causes.hands import (
 from gradcheck_dist.diagnosis.causes.loss_scales import free_of_scales
 from gradcheck_dist.diagnosis.causes.never_arrived import never_arrived, put_together
 from gradcheck_dist.diagnosis.causes.one_line import join_lines
-from gradcheck_dist.diagnosis.causes.own_lines import line_between
 from gradcheck_dist.diagnosis.causes.places import caller_of
 from gradcheck_dist.diagnosis.causes.reweighed import laid_together, off_alike
 from gradcheck_dist.diagnosis.causes.routes import SAME
 from gradcheck_dist.diagnosis.causes.spared import give_spared
 from gradcheck_dist.diagnosis.causes.token_lines import lay_tokens_to_losses, token_line
+from gradcheck_dist.diagnosis.causes.written_divisors import free_of_divisors
 from gradcheck_dist.diagnosis.weights.cells import SIGMAS, Cell, Held
 from gradcheck_dist.diagnosis.weights.named_counts import common_numbers
-from gradcheck_dist.diagnosis.weights.written import is_exactly_written, scales_by_hand
-from gradcheck_dist.events import Clip, GradientNorm, OptimizerStep
+from gradcheck_dist.diagnosis.weights.written import scales_by_hand
+from gradcheck_dist.events import OptimizerStep
 from gradcheck_dist.ledger.contributions import Contributions
 from gradcheck_dist.ledger.solve import EPSILON
 from gradcheck_dist.ledger.tracks import StepData
@@ -92,6 +92,8 @@ def blame(
     every = accounted(data, contributions, judged)
     if scales_by_hand(data) or common_numbers(contributions):
         free_of_scales(data, contributions, every)
+    if not relative:
+        free_of_divisors(data, every)
     lines = free_of_few(data, every)
     found = _blame(data, contributions, judged, every, quantities, relative=relative)
     for one in lines:
@@ -158,7 +160,6 @@ def _blame(
         recorded(contributions, [one for one in wrong if still_wrong(one)], right, around)
     blame_losses(contributions, [one for one in wrong if not one.shares], noisy)
     _join_noisy(every)
-    _join_undone(data, every)
     _join_made_up(wrong, came_right)
     put_together(halves)
     _join_missing(every)
@@ -192,31 +193,6 @@ def _befell_right_ones(wrong: Sequence[Judged], came_right: Sequence[Judged]) ->
     )
 
 
-def _join_undone(data: StepData, every: list[Judged]) -> None:
-    """Two changes that nobody recorded and that befell all weights alike are one, where the last may be a clip: nobody
-    knows its number, so it may undo the other one, and only their product is known to be off."""
-    unseen = [[item for item in one.shares if item[0].unrecorded or _in_a_hook(item[0])] for one in every]
-    if not every or any(len(gaps) < 2 or len(gaps) != len(one.shares) for one, gaps in zip(every, unseen, strict=True)):
-        return
-    for gaps in unseen:
-        gaps.sort(key=lambda item: isinstance(item[0].before, OptimizerStep | Clip))
-    if not all(isinstance(gaps[-1][0].before, OptimizerStep | Clip) and 0 < gaps[-1][1] < 1 for gaps in unseen):
-        return
-    best = min(every, key=lambda one: one.tolerance)
-    in_order = unseen[next(index for index, one in enumerate(every) if one is best)]
-    if best.cell.ratio >= 1 or not all(_agree(one, best) for one in every):
-        return
-    if all(isinstance(gaps[-1][0].event, GradientNorm) for gaps in unseen):
-        return  # what was before the norm was taken is no part of the clip
-    written = [_is_a_number(data, culprit, share, best) for culprit, share in in_order]
-    recorded_right = all(abs(one.documented - 1) <= one.allowed for one in every)
-    if all(written) or (recorded_right and all(written[:-1])):
-        return  # nor is a number that stands in the program, unless the clip's lines make up for other losses as well
-    for one, gaps in zip(every, unseen, strict=True):
-        whole = replace(gaps[0][0], factor=best.cell.ratio, nominal=1.0, unrecorded=True, before=gaps[-1][0].before)
-        one.shares = [(whole, one.cell.ratio)]
-
-
 def _join_made_up(wrong: Sequence[Judged], came_right: Sequence[Judged]) -> None:
     """Losses and what nobody recorded behind them are one law where some weights come out right by both: a buffer that
     each pass divides once more makes 1/2, 1 and 2 of 2, 2 and 2."""
@@ -233,16 +209,6 @@ def _join_made_up(wrong: Sequence[Judged], came_right: Sequence[Judged]) -> None
         for one in (one for one in wrong if one.shares):
             whole = replace(losses, factor=one.cell.ratio, nominal=1.0, unrecorded=True, before=behind.before)
             one.shares = [(whole, one.cell.ratio)]
-
-
-def _is_a_number(data: StepData, culprit: Culprit, share: float, one: Judged) -> bool:
-    """Whether the trainer's own line does this by a number that its call shows."""
-    write = line_between(data, culprit, [one.held], share, one.tolerance)
-    return write is not None and is_exactly_written(write.factor)
-
-
-def _in_a_hook(culprit: Culprit) -> bool:
-    return culprit.kind == "backward" and not culprit.absent
 
 
 def _join_noisy(every: list[Judged]) -> None:

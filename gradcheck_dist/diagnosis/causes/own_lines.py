@@ -241,9 +241,33 @@ def lines_within(data: StepData, culprit: Culprit, held: Sequence[Held]) -> tupl
         return ()
     for rank in dict.fromkeys([rank_of(data, culprit.before), *(rank for one in held for rank in one.ranks)]):
         params = params_on(data, held, rank)
-        if found := lines_that_write(data, rank, params, between(data, culprit, rank), known=True):
+        within = [one for one in between(data, culprit, rank) if _befalls(data, culprit, rank, one, params)]
+        if found := lines_that_write(data, rank, params, within, known=True):
             return found
     return ()
+
+
+def _befalls(data: StepData, culprit: Culprit, rank: int, event: Event, params: Set[int]) -> bool:
+    """Whether something wrote to one of these gradients between this one's own events: a loop that reduces one gradient
+    and divides it comes to the next one behind that."""
+    if not isinstance(event, GradWrite):
+        return False
+    for param in params & set(data.params_of(rank, event.params)):
+        starts, ends = (_numbers(data, one, rank, param) for one in (culprit.event, culprit.before))
+        began, ended = (max((seq for seq in own if seq < event.seq), default=-1) for own in (starts, ends))
+        if began >= ended and any(seq > event.seq for seq in ends):
+            return True
+    return False
+
+
+def _numbers(data: StepData, event: Event | None, rank: int, param: int) -> list[int]:
+    """Of a rank's events of this kind and line that concern a parameter."""
+    return [
+        one.seq
+        for one in data.events[rank]
+        if type(one) is type(event) and line_of(one) == line_of(event)
+        if (own := getattr(one, "params", None)) is None or param in data.params_of(rank, own)
+    ]
 
 
 def lines_that_write(
