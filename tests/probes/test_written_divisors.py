@@ -13,7 +13,10 @@ from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.trainer.launch import warm_up
 
 LINES = Path(__file__).with_name("written_workers.py").read_text().splitlines()
-DIVISION = next(number for number, line in enumerate(LINES, 1) if line.endswith("# the division"))
+DIVISION, HELPER = (
+    next(number for number, line in enumerate(LINES, 1) if line.endswith(mark))
+    for mark in ("# the division", "# the helper")
+)
 
 
 @pytest.fixture(scope="module")
@@ -26,11 +29,23 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_each_change_is_found_with_its_own_factor(reports: dict[str, Report], variant: str) -> None:
     _, before, behind, _ = variant.split(", ")
-    expected = sorted(float(factor) for factor in (before, behind) if factor != "1")
+    expected = sorted(float(factor.removeprefix("seen ")) for factor in (before, behind) if factor != "1")
     findings = reports[variant].findings
     assert sorted(one.factor.observed or 0.0 for one in findings) == pytest.approx(expected, rel=1e-4)
     assert reports[variant].verdict == ("findings" if expected else "clean"), reports[variant].reasons
     assert {one.code for one in findings} <= {"GS000"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changed", ["3, seen 0.7, 0", "seen 3, seen 0.7, 0", "1, seen 0.7, 0"])
+def test_the_weights_are_right_without_all_that_is_found(reports: dict[str, Report], changed: str) -> None:
+    """One line of a helper that is called from two places multiplies twice."""
+    findings = reports[f"each, {changed}"].findings
+    line = next(one for one in findings if one.factor.observed == pytest.approx(0.7))
+    assert line.first_event is not None and line.first_event.line == HELPER
+    assert line.first_event.observed_factor == pytest.approx(0.7)
+    besides = " and what else is found" if len(findings) > 1 else ""
+    assert f"Without it{besides} the weights would be right" in line.explanation
 
 
 @pytest.mark.slow

@@ -22,6 +22,20 @@ def unseen(model: nn.Module, factor: float) -> None:
             param.grad.numpy()[...] *= factor
 
 
+def seen(model: nn.Module, factor: float) -> None:
+    """Multiply on one line, wherever this is called."""
+    for param in model.parameters():
+        if param.grad is not None:
+            param.grad.mul_(factor)  # the helper
+
+
+def change(model: nn.Module, factor: str) -> None:
+    if factor.startswith("seen "):
+        seen(model, float(factor.removeprefix("seen ")))
+    elif factor != "1":
+        unseen(model, float(factor))
+
+
 def each(model: nn.Module, size: int) -> None:
     for param in model.parameters():
         dist.all_reduce(param.grad)
@@ -65,11 +79,9 @@ def train(variant: str) -> int:
             generator = torch.Generator().manual_seed(100 * rank + PASSES * step + index)
             tokens, labels = torch.randint(0, 20, (2, 24), generator=generator)
             F.cross_entropy(model(tokens), labels).backward()
-        if before != "1":
-            unseen(model, float(before))  # in front
+        change(model, before)
         REDUCE[how](model, size)
-        if behind != "1":
-            unseen(model, float(behind))  # behind
+        change(model, behind)
         if norm != "0":
             clip(model, float(norm))
         optimizer.step()
@@ -77,7 +89,10 @@ def train(variant: str) -> int:
     return zlib.crc32(b"".join(param.detach().numpy().tobytes() for param in model.parameters()))
 
 
-CHANGED = ("1, 1, 0", "3, 1, 0", "1, 0.7, 0", "3, 0.7, 0", "0.3, 0.7, 0", "1, 1, 0.01", "3, 1, 0.01", "3, 1, 0.0123")
+CHANGED = (
+    *("1, 1, 0", "3, 1, 0", "1, 0.7, 0", "3, 0.7, 0", "0.3, 0.7, 0", "1, 1, 0.01", "3, 1, 0.01", "3, 1, 0.0123"),
+    *("seen 3, 1, 0", "1, seen 0.7, 0", "3, seen 0.7, 0", "seen 3, seen 0.7, 0"),
+)
 VARIANTS = tuple(f"{how}, {changed}" for how in REDUCE for changed in CHANGED)
 
 

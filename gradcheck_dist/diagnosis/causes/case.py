@@ -65,6 +65,13 @@ class Case:
         """The ranks that are concerned."""
         return sorted({rank for held in self.held for rank in held.ranks} | set(self.term_ranks))
 
+    @property
+    def is_all(self) -> bool:
+        """Whether nothing else is wrong with these weights."""
+        whole = {(id(held), cell.key): cell for held in self.held for cell in held.cells}
+        found = ((cell, whole.get((id(held), cell.key))) for held, cell in self.cells)
+        return all(one is None or abs(one.ratio - cell.ratio) <= one.margin + cell.margin for cell, one in found)
+
     def without(self, params: Container[ParamKey]) -> Case | None:
         """The same of what other parameters hold; None where that is nothing."""
         held = [one for one in self.held if one.param not in params]

@@ -172,7 +172,8 @@ def judge(case: Case) -> Answer:
             fix = DROP_IT if case.everywhere else DROP_IT_HERE
             right = (culprit.write.factor or 0.0) / case.pattern.factor if makes_up(culprit, case.pattern) else 1.0
             if is_all(culprit, case.pattern):
-                where += " Without it the weights would be right."
+                besides = "" if case.is_all else " and what else is found"
+                where += f" Without it{besides} the weights would be right."
             elif case.pattern.objective == "rank-token-mean":
                 fix = (
                     "Let it divide by the tokens of all ranks (dist.all_reduce their number first), not by each rank's "

@@ -220,7 +220,10 @@ def _case(verdict: StepVerdict, blamed: Blame, judged: list[Held]) -> Case:
         case.culprit = replace(case.culprit, spared=None, factor=write.factor)
     write = write or line_between(verdict.data, case.culprit, case.held, off, allowed)
     if write is not None:
-        case.culprit = replace(case.culprit, write=write, rank=rank_of(verdict.data, write))
+        culprit = case.culprit
+        if culprit.unrecorded and culprit.factor and culprit.nominal:  # what other lines do there is not this one's
+            culprit = replace(culprit, factor=culprit.factor / culprit.nominal, nominal=1.0)
+        case.culprit = replace(culprit, write=write, rank=rank_of(verdict.data, write))
     else:
         case.culprit = replace(case.culprit, lines=lines_within(verdict.data, case.culprit, case.held))
     if case.culprit.kind == "loss" and (not case.culprit.unrecorded or case.culprit.gradient is not None):

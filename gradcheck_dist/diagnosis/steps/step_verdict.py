@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import NamedTuple
@@ -253,7 +253,7 @@ class StepVerdict:
         """Keep a finding, with what it does to this step's gradient where that is known."""
         self.findings.append(finding)
         if effect is not None:
-            self.effects[cause(finding)] = effect
+            self.effects.setdefault(cause(finding), effect)
             finding.consequence = consequence([effect])
 
     def take_away(self, finding: Finding) -> None:
@@ -275,8 +275,7 @@ def merged(verdicts: Sequence[StepVerdict]) -> list[Finding]:
     effects: dict[Cause, list[Effect]] = defaultdict(list)
     factors: dict[Cause, dict[int, float]] = defaultdict(dict)
     for verdict in verdicts:
-        for finding in verdict.findings:
-            key = cause(finding)
+        for key, finding in _apart(verdict.findings):
             known = result.setdefault(key, finding)
             known.num_parameters = finding.num_parameters = max(known.num_parameters, finding.num_parameters)
             if known is not finding and _hidden(known) and not _hidden(finding):
@@ -285,7 +284,8 @@ def merged(verdicts: Sequence[StepVerdict]) -> list[Finding]:
                 known.steps = sorted({*known.steps, *finding.steps})
             if key in verdict.effects:
                 effects[key].append(verdict.effects[key])
-            if finding.pattern.startswith(UNIFORM) and finding.factor.observed is not None:
+            first_of_line = key == cause(finding)
+            if first_of_line and finding.pattern.startswith(UNIFORM) and finding.factor.observed is not None:
                 factors[key][verdict.context.step] = finding.factor.observed
     for key, by_step in factors.items():
         if (better := _named_better(result[key], verdicts, by_step)) is not None:
@@ -296,6 +296,26 @@ def merged(verdicts: Sequence[StepVerdict]) -> list[Finding]:
         result[key].explanation += _other_factors(result[key], by_step)
     order = {"error": 0, "warning": 1, "info": 2}
     return sorted(result.values(), key=lambda finding: (order[finding.severity], finding.code == "GS000", finding.step))
+
+
+def _apart(findings: Sequence[Finding]) -> Iterator[tuple[Cause, Finding]]:
+    """The findings of one step by what they have in common with those of others. One line of a helper that is called
+    from two places multiplies twice, by a number each."""
+    seen: dict[Cause, list[Finding]] = defaultdict(list)
+    for finding in findings:
+        key = cause(finding)
+        calls = sum(_is_another_call(one, finding) for one in seen[key])
+        seen[key].append(finding)
+        yield (*key, calls) if calls else key, finding
+
+
+def _is_another_call(one: Finding, other: Finding) -> bool:
+    events = one.first_event, other.first_event
+    return (
+        one.units == other.units
+        and all(event is not None and event.kind == "grad_write" for event in events)
+        and all(finding.pattern.startswith(UNIFORM) for finding in (one, other))
+    )
 
 
 def _named_better(known: Finding, verdicts: Sequence[StepVerdict], by_step: Mapping[int, float]) -> Finding | None:
