@@ -37,15 +37,14 @@ def test_each_change_is_found_with_its_own_factor(reports: dict[str, Report], va
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changed", ["3, seen 0.7, 0", "seen 3, seen 0.7, 0", "1, seen 0.7, 0"])
+@pytest.mark.parametrize("changed", ["3, seen 0.7, 0", "seen 3, seen 0.7, 0"])
 def test_the_weights_are_right_without_all_that_is_found(reports: dict[str, Report], changed: str) -> None:
     """One line of a helper that is called from two places multiplies twice."""
     findings = reports[f"each, {changed}"].findings
     line = next(one for one in findings if one.factor.observed == pytest.approx(0.7))
     assert line.first_event is not None and line.first_event.line == HELPER
     assert line.first_event.observed_factor == pytest.approx(0.7)
-    besides = " and what else is found" if len(findings) > 1 else ""
-    assert f"Without it{besides} the weights would be right" in line.explanation
+    assert "Without it and what else is found the weights would be right" in line.explanation
 
 
 @pytest.mark.slow

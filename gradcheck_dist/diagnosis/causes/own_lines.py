@@ -249,25 +249,33 @@ def lines_within(data: StepData, culprit: Culprit, held: Sequence[Held]) -> tupl
 
 def _befalls(data: StepData, culprit: Culprit, rank: int, event: Event, params: Set[int]) -> bool:
     """Whether something wrote to one of these gradients between this one's own events: a loop that reduces one gradient
-    and divides it comes to the next one behind that."""
+    and divides it comes to the next one behind that, and a later pass to all of them again."""
     if not isinstance(event, GradWrite):
         return False
     for param in params & set(data.params_of(rank, event.params)):
-        starts, ends = (_numbers(data, one, rank, param) for one in (culprit.event, culprit.before))
-        began, ended = (max((seq for seq in own if seq < event.seq), default=-1) for own in (starts, ends))
-        if began >= ended and any(seq > event.seq for seq in ends):
+        begin, end = (_own_number(data, one, rank, param) for one in (culprit.event, culprit.before))
+        if (begin is None or begin < event.seq) and (end is None or event.seq < end):
             return True
     return False
 
 
-def _numbers(data: StepData, event: Event | None, rank: int, param: int) -> list[int]:
-    """Of a rank's events of this kind and line that concern a parameter."""
-    return [
-        one.seq
-        for one in data.events[rank]
-        if type(one) is type(event) and line_of(one) == line_of(event)
-        if (own := getattr(one, "params", None)) is None or param in data.params_of(rank, own)
-    ]
+def _own_number(data: StepData, event: Event | None, rank: int, param: int) -> int | None:
+    """The number of what a rank recorded of a parameter where an event of another's is: as often before. None where it
+    recorded nothing of the kind."""
+    event = _counterpart(data, event, rank)
+    if event is None:
+        return None
+    alike = [one for one in data.events[rank] if type(one) is type(event) and line_of(one) == line_of(event)]
+    whose: int | None = getattr(event, "params", None)
+    if whose is None:
+        return event.seq
+    of_event = data.params_of(rank, whose)
+    mine, theirs = (
+        [one.seq for one in alike if of in data.params_of(rank, getattr(one, "params", None))]
+        for of in (param, of_event[0] if of_event else param)
+    )
+    place = theirs.index(event.seq) if event.seq in theirs else 0
+    return mine[place] if place < len(mine) else None
 
 
 def lines_that_write(
@@ -317,6 +325,8 @@ def line_between(
         if event.op != WRITTEN or event.factor is not None
     ]
     owners = {one.seq: set(data.params_of(rank, one.params)) for one in between if one.params is not None}
+    mine = [one for one in between if params & owners.get(one.seq, set())]
+    between = [one for one in between if one not in mine or _befalls(data, culprit, rank, one, params)]
     writes = [one for one in between if params & owners.get(one.seq, set()) and one.op != WRITTEN]
     values = (off,) if culprit.kind == "loss" else (off, culprit.factor)  # it may be the loss that is wrong
     for value in values:

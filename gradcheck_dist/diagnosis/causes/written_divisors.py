@@ -18,6 +18,7 @@ from gradcheck_dist.diagnosis.causes.culprit import culprit_of_gap
 from gradcheck_dist.diagnosis.causes.hands import Judged
 from gradcheck_dist.diagnosis.causes.own_lines import MOST_LINES, between
 from gradcheck_dist.diagnosis.causes.routes import SAME
+from gradcheck_dist.diagnosis.weights.cells import SIGMAS
 from gradcheck_dist.diagnosis.weights.written import is_exactly_written
 from gradcheck_dist.events import GradWrite
 from gradcheck_dist.ledger.tracks import StepData
@@ -27,10 +28,10 @@ Written = tuple[tuple[int, GradWrite], ...]
 
 def free_of_divisors(data: StepData, every: Sequence[Judged]) -> None:
     """Take what such lines divide by out of the losses' share, and out of the brackets in which they stand, where no
-    weight is right and they do so to all of them."""
+    weight is right, they do so to all of them, and something else changed these in another bracket."""
     if any(one.cell.right for one in every):
         return
-    found = [_lines(data, one) for one in every]
+    found = [lines if _is_changed_besides(one, lines) else () for one in every for lines in [_lines(data, one)]]
     if not found or len({tuple((write.site, write.factor) for _, write in lines) for lines in found}) > 1:
         return
     for one, lines in zip(every, found, strict=True):
@@ -54,6 +55,17 @@ def _lines(data: StepData, one: Judged) -> Written:
         if fits:
             return fits[0] if len(fits) == 1 else ()
     return ()
+
+
+def _is_changed_besides(one: Judged, lines: Written) -> bool:
+    """Whether another bracket was changed than one of these lines' own, or several were besides by what they did: where
+    their number stands beside one change alone, which comes first matters (a clip of sums)."""
+    changed = set()
+    for index, gap in enumerate(one.account.gaps):
+        rest = gap.factor / prod(write.factor or 1.0 for at, write in lines if at == index)
+        if abs(rest - 1) > max(SAME, SIGMAS * gap.noise):
+            changed.add(index)
+    return len(changed) > 1 or not changed <= {index for index, _ in lines}
 
 
 def _writes(data: StepData, one: Judged, gap: Gap) -> list[GradWrite]:
