@@ -10,6 +10,7 @@ import torch
 from clip_loops import NUM_STEPS, Finish, accumulate, by_hand, codes, utils
 from probe_workers import Net, batch, token_sum
 from torch import nn
+from torch.nn import functional as F
 
 from gradcheck_dist.diagnosis.engine import diagnose
 from gradcheck_dist.diagnosis.finding import Report
@@ -292,6 +293,53 @@ def test_a_part_that_is_cut_off_is_a_remark_and_the_verdict_stays_clean(tmp_path
     assert (report.verdict, finding.code, finding.severity) == ("clean", "GS702", "info")
     assert "embedding.weight, inner.bias, inner.weight" in finding.explanation
     assert finding.num_parameters == 3
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_so_is_one_that_another_optimizer_steps_later(cut: bool, tmp_path: Path) -> None:
+    class Cut(Net):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            hidden = torch.tanh(self.inner(self.embedding(tokens)))
+            return self.head(hidden.detach() if cut else hidden)
+
+    model = Cut()
+    head = torch.optim.SGD(model.head.parameters(), lr=0.1)
+    body = torch.optim.SGD([*model.embedding.parameters(), *model.inner.parameters()], lr=0.1)
+    with attach(tmp_path, objective="global-token-mean"):
+        for _ in range(NUM_STEPS):
+            accumulate(model)
+            for optimizer in (head, body):
+                optimizer.step()
+            model.zero_grad()
+    report = diagnose(read_run(tmp_path))
+    assert (report.verdict, codes(report)) == ("clean", ["GS702"] if cut else [])
+
+
+@pytest.mark.parametrize("forgotten", ["critic", "generator", None])
+def test_so_is_a_model_whose_loss_never_goes_backward(forgotten: str | None, tmp_path: Path) -> None:
+    generator, critic = nn.Linear(4, 6), nn.Linear(6, 1)
+    optimizers = [torch.optim.Adam(model.parameters()) for model in (critic, generator)]
+    with attach(tmp_path):
+        for step in range(NUM_STEPS):
+            torch.manual_seed(step)
+            fake, real = generator(torch.randn(8, 4)), torch.randn(8, 6)
+            scores = critic(torch.cat([real, fake.detach()]))
+            wanted = torch.cat([torch.ones(8, 1), torch.zeros(8, 1)])
+            told = F.binary_cross_entropy_with_logits(scores, wanted)
+            if forgotten != "critic":
+                told.backward()
+            optimizers[0].step()
+            optimizers[0].zero_grad()
+            critic.requires_grad_(False)
+            fooled = F.binary_cross_entropy_with_logits(critic(fake), torch.ones(8, 1))
+            if forgotten != "generator":
+                fooled.backward()
+            optimizers[1].step()
+            optimizers[1].zero_grad()
+            critic.requires_grad_(True)
+    report = diagnose(read_run(tmp_path))
+    assert (report.verdict, codes(report)) == ("clean", ["GS702"] if forgotten else [])
+    assert all(finding.num_parameters == 2 and finding.severity == "info" for finding in report.findings)
 
 
 @pytest.mark.parametrize("cut", [True, False])

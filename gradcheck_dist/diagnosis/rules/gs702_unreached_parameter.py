@@ -83,8 +83,9 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
             explanation=f"The module of {shown} was called, but no backward pass reached it: the optimizer found no "
             "gradient, or zeros that the program filled in. Either its output is not used by the loss, which may be "
             "meant, or something cuts it off.",
-            fix="Look for a detach, item, numpy or no_grad after this module, or a reentrant checkpoint around it of "
-            "which no input requires a gradient (use_reentrant=False); freeze the parameter where it is meant.",
+            fix="Look for a loss that never goes backward, a detach, item, numpy or no_grad after this module, or a "
+            "reentrant checkpoint around it of which no input requires a gradient (use_reentrant=False); freeze the "
+            "parameter where it is meant.",
         ),
         pattern=f"{plural(len(names), 'parameter')} without a gradient",
         params=frozenset(found),

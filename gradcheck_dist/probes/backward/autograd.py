@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -220,13 +221,15 @@ class Discovery:
         self._hooked: set[int] = set()
         self._frozen: list[ParamInfo] = []
         self.forwards = Forwards()
-        self._called: set[int] = set()  # modules called with gradients enabled, while the forward hook is in place
+        self._called: set[int] = set()  # modules called with gradients enabled, while the forward hook was in place
+        self._asked: weakref.WeakSet[Any] = weakref.WeakSet()
         self._watched: list[ParamInfo] | None = None  # what an optimizer read last, where all of it was watched
         self._again = False  # whether the module that is called next may have got parameters since its last call
         self._later = 0  # regions under way whose gradients are computed when they are run again in backward
 
     def start(self) -> None:
         if self._handle is None:
+            self._called.clear()
             self._quiet.begin()
             self._handle = nn.modules.module.register_module_forward_pre_hook(self._on_call)
 
@@ -260,14 +263,17 @@ class Discovery:
         finally:
             self._later -= 1
 
-    def called(self) -> set[int]:
-        """The ids of the parameters whose own module was seen to be called in this step."""
+    def called(self, optimizer: Any) -> set[int]:
+        """The ids of the parameters whose own module was seen to be called before this step. Once the hook is off, an
+        optimizer that steps for the first time (behind another one) is told what was called until then."""
+        if self._handle is None and optimizer in self._asked:
+            return set()
+        self._asked.add(optimizer)
         modules = self._recorder.registry.known_modules
         owners = [modules[key] for key in self._called if key in modules]
         return {id(param) for owner in owners for param in owner._parameters.values() if param is not None}
 
     def stop(self) -> None:
-        self._called.clear()
         if self._handle is not None:
             self._handle.remove()
             self._handle = None

@@ -185,7 +185,7 @@ def stepping(
     for info in without if kept else ():
         if info.id in kept:
             recorder.sample(seq, BEFORE, info, kept[info.id])
-    modules_called = discovery.called()
+    modules_called = discovery.called(optimizer)
     called = [info for info in infos if id(info.param) in modules_called and info.param.requires_grad]
     lacking = {info.id for info in missing} if called else set()
     unreached = [info for info in called if info.id in lacking]
