@@ -109,12 +109,13 @@ def unless_others_would_do(
     if np.linalg.norm(seen - documented) <= UNCHANGED * np.linalg.norm(seen):
         return found
     unknown = found[0] != 0
-    alike = [key for key, brought in others.items() if _is_multiple(values, brought, epsilon)]
+    alike = [key for key, brought in others.items() if is_multiple(values, brought, epsilon)]
     unknown[alike] = True
     return (np.where(unknown, np.nan, 0.0), *found[1:]) if alike else found
 
 
-def _is_multiple(values: np.ndarray, other: np.ndarray, epsilon: float) -> bool:
+def is_multiple(values: np.ndarray, other: np.ndarray, epsilon: float) -> bool:
+    """Whether one sample is a multiple of another."""
     known = np.isfinite(values) & np.isfinite(other)
     first, second = values[known], other[known]
     if abs(float(first @ second)) <= NEARLY * float(np.linalg.norm(first) * np.linalg.norm(second)):

@@ -27,7 +27,14 @@ from gradcheck_dist.events import (
     ZeroGrad,
 )
 from gradcheck_dist.ledger.buffers import GONE_SIGMAS, Buffer, Column, Entry, Replay
-from gradcheck_dist.ledger.composed import Measured, is_another, made_up_of, unless_others_would_do, where_not_known
+from gradcheck_dist.ledger.composed import (
+    Measured,
+    is_another,
+    is_multiple,
+    made_up_of,
+    unless_others_would_do,
+    where_not_known,
+)
 from gradcheck_dist.ledger.copies import Copies
 from gradcheck_dist.ledger.inside_steps import seen_inside
 from gradcheck_dist.ledger.leaves import Basis
@@ -319,6 +326,8 @@ class _Machine:
                 return None, None, None, replace(other[3], fits=False)  # no weights are those of all of it
         if chain is not None and chain[3].residual <= HEALTHY * self.result.epsilon:
             buffer.find_leftover(chain[3])
+            if (shared := self._as_arrived(point, buffer)) is not None:
+                return shared
             others = [column for column in self._arrived(point) if chain[0][column] == 0]
             brought = dict(zip(others, self.basis.values[others], strict=True))
             return unless_others_would_do(chain, buffer.columns, point.values.data, brought, self.result.epsilon)
@@ -363,6 +372,20 @@ class _Machine:
             entry.given = tuple(one.as_one() for one in self.given if one.columns) if len(self.given) > 1 else ()
         solution = chain[3] if chain is not None else direct[3] if direct is not None else None
         return None, None, None, solution
+
+    def _as_arrived(self, point: Point, buffer: Buffer) -> Measured | None:
+        """What an optimizer reads behind reductions into tensors of the program's, where it may as well be the sum of
+        these as a multiple of the last one: passes on one batch give the same each time, and share it alike."""
+        is_read = any(isinstance(op, OptimizerStep) and op.seq == point.seq for _, _, op in self.ops)
+        earlier = [one.as_one().data for one in self.given[:-1] if one.columns]
+        if not (self.kept and is_read and earlier and len(buffer.columns) == 1):
+            return None
+        if not all(is_multiple(point.values.data, each, self.result.epsilon) for each in earlier):
+            return None
+        everything, _ = self._everything(point, buffer)
+        given = np.any([one.nominal != 0 for one in self.given], axis=0).astype(float)
+        shared = self._solve(point, everything, given[self._arrived(point)])
+        return shared if shared is not None and shared[3].fits and shared[3].checked else None
 
     def _added_up(self, point: Point) -> Measured | None:
         """What was added up elsewhere (a shard beside .grad): reductions gave fewer sums than contributions are."""

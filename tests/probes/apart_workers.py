@@ -21,6 +21,7 @@ def train(
     equal: bool = False,
     by_pass: bool = False,
     own_seed: bool = False,
+    warm: int = 0,
 ) -> int:
     """Train some steps; returns a checksum of the parameters.
 
@@ -36,6 +37,7 @@ def train(
         equal: two ranks have equally many tokens.
         by_pass: losses are means over their own tokens, divided by the number of passes.
         own_seed: each rank draws a model of its own.
+        warm: the first steps, in which gradients are averaged.
     """
     from gradcheck_dist.probes import attach
 
@@ -56,6 +58,10 @@ def train(
             for k in passes[rank]:
                 divisor = 2 * int((batch(rank, k)[1] >= 0).sum()) if by_pass else num_tokens
                 (factor * token_sum(model, batch(rank, k)) / divisor).backward()
+            for param in params if step < warm else ():
+                assert param.grad is not None
+                dist.all_reduce(param.grad)
+                param.grad /= world
             optimizer.step()
             if empties:
                 model.zero_grad()

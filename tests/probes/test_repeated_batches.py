@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from one_process import judged, record
 from probe_workers import batch
-from repeated_batch_workers import VARIANTS
+from repeated_batch_workers import PARTED, VARIANTS
 from torch import nn
 
 from gradcheck_dist.diagnosis.finding import Report
@@ -22,7 +22,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
     warm_up()
     folder = tmp_path_factory.mktemp("runs")
     launch("repeated_batch_workers:train_all", (str(folder),), 2, timeout_s=90)
-    return {variant: diagnose_run(folder / variant) for variant in VARIANTS}
+    return {variant: diagnose_run(folder / variant) for variant in (*VARIANTS, *PARTED)}
 
 
 def repeated(reports: dict[str, Report], variant: str) -> list[str]:
@@ -44,6 +44,18 @@ def test_batches_of_ones_own_are_clean(reports: dict[str, Report]) -> None:
 def test_ranks_that_divide_the_work_or_reduce_nothing_share_a_batch(reports: dict[str, Report], variant: str) -> None:
     """Shards that were drawn from one seed have equal gradients, but activations go between them."""
     assert not repeated(reports, variant)
+
+
+@pytest.mark.parametrize(("variant", "factor"), list(zip(PARTED, (1.0, 3.0, 2.0), strict=True)))
+def test_pieces_of_one_batch_share_what_was_added_up_of_them(
+    reports: dict[str, Report], variant: str, factor: float
+) -> None:
+    """What the optimizer reads may as well be a multiple of the last piece, which is like all others."""
+    report = reports[variant]
+    ratios = [weight.ratio for weight in report.weights]
+    assert len(ratios) >= 12 and ratios == pytest.approx([factor] * len(ratios), rel=1e-4)
+    assert len(report.findings) == (factor != 1)
+    assert all(finding.factor.observed == pytest.approx(factor, rel=1e-4) for finding in report.findings)
 
 
 @pytest.mark.parametrize(("which", "told"), [([0, 0, 0], True), ([0, 1, 0], False), ([0], False)])

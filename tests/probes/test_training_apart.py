@@ -32,8 +32,9 @@ def train(
     equal: bool = False,
     by_pass: bool = False,
     own_seed: bool = False,
+    warm: int = 0,
 ) -> Path:
-    run, options = folder / "run", (of_all, empties, equal, by_pass, own_seed)
+    run, options = folder / "run", (of_all, empties, equal, by_pass, own_seed, warm)
     recorded = launch("apart_workers:train", (how, every, factor, str(run), *options), 2, timeout_s=60)
     assert recorded == launch("apart_workers:train", (how, every, factor, None, *options), 2, timeout_s=60)
     return run
@@ -136,6 +137,14 @@ def test_ranks_that_step_parts_and_hand_them_on_lack_a_reduction(tmp_path: Path)
     (finding,) = diagnose(read_run(train(tmp_path, "owner", 1, of_all=True))).findings
     assert finding.code == "GS103" and finding.first_event is not None
     assert (finding.first_event.kind, finding.num_parameters) == ("backward", 5)
+
+
+@pytest.mark.parametrize(("how", "found"), [("parameters", []), ("never", ["GS103"])])
+def test_ranks_may_train_apart_behind_a_warm_up(tmp_path: Path, how: str, found: list[str]) -> None:
+    """Post-local SGD by hand: gradients are averaged in the first two steps, and parameters behind the fourth."""
+    report = diagnose(read_run(train(tmp_path, how, 4, of_all=True, warm=RECORDED - 1)))
+    assert [finding.code for finding in report.findings] == found
+    assert found or (report.verdict == "undetermined" and "equal again after step 3" in report.reasons[0])
 
 
 def test_a_hook_that_reduces_over_some_ranks_by_its_documentation_lacks_no_reduction(tmp_path: Path) -> None:

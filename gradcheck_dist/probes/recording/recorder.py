@@ -96,7 +96,7 @@ class Recorder(Sampler):
         self.ddp_states: dict[int, Any] = {}  # filled by the ddp probe
         self.armed: set[int] = set()  # wrappers whose next backward reduces
         self.hooked: dict[int, int] = {}  # by wrapper: parameters with a hook of the user's on what was accumulated
-        self.reduced = False  # whether gradients were combined over several ranks at all
+        self.reduced_in = -1  # the last step in which gradients were combined over several ranks
         self.replicas: Any = None  # set by the replicas probe
         self.activation_hooks: Any = None  # set by the activation_hooks probe
         self.exchanges: Any = None  # set by the exchanges probe
@@ -490,7 +490,7 @@ class Recorder(Sampler):
     def emit_reduce(self, seq: int, infos: list[ParamInfo], **fields: Any) -> None:
         current = self.current
         if len(fields.get("group", ())) > 1 or len(fields.get("replicate_group", ())) > 1:
-            self.reduced = True
+            self.reduced_in = self.step
             for info in infos:
                 info.reduced_in = self.step
         self.emit(

@@ -2,8 +2,9 @@
 
 Ranks that reduce no gradient and are alike again after they were not have averaged their parameters: local SGD, DiLoCo,
 post-local SGD. By which collective, and what of (the parameters, copies, the way they went), is theirs. It may come
-long after the recorded steps: where several ranks have reduced nothing by then, this probe alone stays and looks on,
-a few small copies an optimizer step, until it has seen parameters change that no optimizer changed.
+long after the recorded steps: where several ranks have reduced nothing in the last of them (behind a warm-up, which
+reduces gradients, too), this probe alone stays and looks on, a few small copies an optimizer step, until it has seen
+parameters change that no optimizer changed.
 
 What changes parameters behind the optimizer may be a line that looks at its own rank alone: a weight decay or a clip of
 weights by hand. Values do not tell (both may scale what ranks differ by), so what collectives moved since the change
@@ -126,8 +127,9 @@ class Replicas:
             self._note(after=True)
 
     def may_come_later(self) -> bool:
-        """Whether an average of parameters may follow: several ranks, and no gradient was reduced between them."""
-        return several_ranks() and not self.recorder.reduced and bool(self._chosen)
+        """Whether an average of parameters may follow: several ranks, and no gradient was reduced between them in the
+        last step."""
+        return several_ranks() and self.recorder.reduced_in < self._begun and bool(self._chosen)
 
     def look_on(self, patches: Patches) -> None:
         """Stay behind the recorded steps, as the only probe."""

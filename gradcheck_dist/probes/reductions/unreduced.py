@@ -46,7 +46,7 @@ class Unreduced:
             return
         step = self.recorder.step
         self._first = step if self._first is None else self._first
-        if not self.recorder.reduced and step != self._first:
+        if self.recorder.reduced_in < 0 and step != self._first:
             return  # in the first one others may be reduced behind it
         infos = [
             info
