@@ -30,6 +30,7 @@ def tell_once(verdicts: Sequence[StepVerdict]) -> None:
     _keep_bracket(verdicts)
     _keep_clip(verdicts)
     _keep_first_loss(verdicts)
+    _keep_narrow(verdicts)
 
 
 def _keep_means(verdicts: Sequence[StepVerdict]) -> None:
@@ -192,6 +193,27 @@ def _keep_first_loss(verdicts: Sequence[StepVerdict]) -> None:
         others = [(verdict, [one]) for verdict, one in members if told_as(one) != told_as(first)]
         if all(alike(one.factor.observed or 0.0, first.factor.observed or 0.0) for _, one in members):
             take_over(first, others)
+
+
+def _keep_narrow(verdicts: Sequence[StepVerdict]) -> None:
+    """Take one number by which all weights of several steps are off for one fault, where nothing recorded tells of it
+    in some: a recorded event of the others says more, else what was found in most steps does. In the first step a
+    buffer of the program's may not be known yet, and what is reduced in it is not seen."""
+    kinds: dict[str, list[tuple[StepVerdict, Finding]]] = defaultdict(list)
+    for verdict in verdicts:
+        for found in verdict.errors if len(verdict.errors) == 1 else ():
+            if found.factor.expression is not None and _is_whole(verdict, found):
+                kinds[found.factor.expression].append((verdict, found))
+    for members in kinds.values():
+        places: dict[object, list[tuple[StepVerdict, Finding]]] = defaultdict(list)
+        for verdict, found in members:
+            places[told_as(found)].append((verdict, found))
+        loose = [one for _, one in members if one.code == unexplained.CODE and _is_unrecorded(one)]
+        if len(places) != 2 or not loose:
+            continue
+        told, rest = sorted(places.values(), key=lambda of: (_is_unrecorded(of[0][1]), -len(of)))
+        if all(alike(one.factor.observed or 0.0, told[0][1].factor.observed or 0.0) for _, one in rest):
+            take_over(told[0][1], [(verdict, [one]) for verdict, one in rest])
 
 
 def _is_whole(verdict: StepVerdict, found: Finding) -> bool:
