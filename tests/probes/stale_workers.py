@@ -13,13 +13,16 @@ WHERE = ("nowhere", "before the step", "behind the step", "before the step, resh
 VARIANTS = tuple(f"{kind}: {where}" for kind in ("fsdp1", "fsdp2") for where in WHERE[:3]) + tuple(
     f"fsdp2: {where}" for where in WHERE[3:]
 )
+CLIPPED = "fsdp2: clipped as a whole, never reduced"
 OWNERS = ("owners: all sent", "owners: none sent", "owners: one not sent", "owners: none sent, nothing moves")
 STEPS = 3
 
 
 def run(folder: str) -> None:
     # In one process group: a second one may read in the store where ranks listened in the first.
-    record_each(folder, (*VARIANTS, *OWNERS), lambda variant: (step_apart if variant in OWNERS else train)(variant))
+    record_each(
+        folder, (*VARIANTS, CLIPPED, *OWNERS), lambda variant: (step_apart if variant in OWNERS else train)(variant)
+    )
 
 
 def train(variant: str) -> None:
@@ -37,8 +40,10 @@ def train(variant: str) -> None:
         tokens, labels = batch(dist.get_rank(), step)
         count = (labels >= 0).sum()
         dist.all_reduce(count)
-        if where == "not resharded":
+        if where == "not resharded" or variant == CLIPPED:
             model.set_reshard_after_backward(False)
+        if variant == CLIPPED:
+            model.set_requires_gradient_sync(False)
         loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), reduction="sum")
         (loss * 2 / count).backward()
         if "before the step" in where:
@@ -48,6 +53,8 @@ def train(variant: str) -> None:
             model.reshard()
         if where == "prefetched":
             model.unshard()
+        if variant == CLIPPED:
+            nn.utils.clip_grad_norm_(model.parameters(), 100.0)
         optimizer.step()
         optimizer.zero_grad()
         if where == "behind the step" or "both modes" in where:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from stale_workers import OWNERS, VARIANTS
+from stale_workers import CLIPPED, OWNERS, VARIANTS
 from torch import Tensor, nn
 
 import gradcheck_dist
@@ -27,7 +27,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
     warm_up()
     folder = tmp_path_factory.mktemp("stale")
     launch("stale_workers:run", (str(folder),), 2, timeout_s=100)
-    return {variant: diagnose_run(folder / variant) for variant in (*VARIANTS, *OWNERS)}
+    return {variant: diagnose_run(folder / variant) for variant in (*VARIANTS, CLIPPED, *OWNERS)}
 
 
 @pytest.mark.parametrize("variant", WRONG)
@@ -42,6 +42,11 @@ def test_what_was_gathered_before_the_optimizer_stepped_is_found(reports: dict[s
 def test_what_is_gathered_anew_is_clean(reports: dict[str, Report], variant: str) -> None:
     report = reports[variant]
     assert report.verdict == "clean" and not report.coverage.problems, report.findings
+
+
+def test_what_was_gathered_and_is_freed_is_not_read(reports: dict[str, Report]) -> None:
+    """A clip is given what modules hold, which is whole there until a pass reshards it."""
+    assert reports[CLIPPED].findings and not reports[CLIPPED].coverage.problems
 
 
 @pytest.mark.parametrize("variant", OWNERS)

@@ -202,7 +202,8 @@ class Stale:
 
 def _is_plain(tensor: Tensor) -> bool:
     """Whether its values lie here, all of them, one behind the other."""
-    return type(tensor) in (Tensor, torch.nn.Parameter) and tensor.is_cpu and tensor.is_contiguous()
+    plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.is_cpu and tensor.is_contiguous()
+    return plain and tensor.untyped_storage().size() > 0  # FSDP2 frees what it gathered
 
 
 def _is_unsharded(group: Any) -> bool:
