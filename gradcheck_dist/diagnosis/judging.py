@@ -466,7 +466,7 @@ def _finding(case: Case, verdict: StepVerdict) -> Finding:
             case.culprit = answer.culprit
             case.configured_at = configured_at(verdict.data, case.culprit)
         lines = loss_lines(case, verdict.held)
-        looks = rule.CODE == UNEXPLAINED and case.culprit.write is None
+        looks = rule.CODE == UNEXPLAINED and case.culprit.write is None and not case.culprit.lines
         fix = "" if lines and looks else answer.fix  # which would have these lines looked for
         return Finding(
             code=rule.CODE,

@@ -1,5 +1,4 @@
-"""Two ranks that ask autograd for gradients, add these up in tensors of their own and reduce them there, for
-test_own_sums.py."""
+"""Two ranks that reduce gradients by hand, some in tensors of their own, for test_own_sums.py."""
 
 from __future__ import annotations
 
@@ -9,6 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 WIDTH, SAMPLES, PASSES, STEPS = 8, 6, 3, 3
+CLASSES = 7
+LINES = "lines"
 VARIANTS = ("right", "not divided by passes", "divided by ranks twice", "added twice")
 
 
@@ -47,9 +48,36 @@ def train(variant: str, run_dir: str) -> None:
                     one.zero_()
 
 
+def train_lines(run_dir: str) -> None:
+    """As many passes as ranks, by which losses are divided once, and gradients twice."""
+    from gradcheck_dist.probes import attach
+
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    with attach(run_dir):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.SiLU(), nn.Linear(2 * WIDTH, CLASSES))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        data = torch.Generator().manual_seed(rank)
+        accum = world_size
+        for _ in range(STEPS):
+            for _ in range(accum):
+                features = torch.randn(SAMPLES, WIDTH, generator=data)
+                labels = torch.randint(CLASSES, (SAMPLES,), generator=data)
+                loss = F.cross_entropy(model(features), labels) / accum
+                loss.backward()
+            for param in model.parameters():
+                assert param.grad is not None
+                param.grad.div_(world_size)
+                param.grad.div_(world_size)
+                dist.all_reduce(param.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 def train_all(folder: str) -> None:
     dist.init_process_group("gloo")
     for variant in VARIANTS:
         train(variant, f"{folder}/{variant}")
+    train_lines(f"{folder}/{LINES}")
     dist.barrier()
     dist.destroy_process_group()

@@ -60,7 +60,8 @@ def mended(case: Case, lines: Sequence[LossLine], fix: str) -> str:
     places = " or ".join(dict.fromkeys(site.short for site in own))
     some = {cell.key for _, cell in case.cells if not cell.right} != case.context.contributions.by_key.keys()
     take_out = f"Take it out at {places}{', or let it multiply all losses of the step' if some else ''}."
-    if case.culprit.write is not None and fix:  # a line that does as much to gradients, which is told as the culprit
+    # Lines that write to gradients may do as much: one that does is told as the culprit.
+    if (case.culprit.write is not None or case.culprit.lines) and fix:
         return f"{fix} Or: {take_out[0].lower()}{take_out[1:]}"
     return f"{take_out} Or: {fix[0].lower()}{fix[1:]}" if fix else take_out
 
