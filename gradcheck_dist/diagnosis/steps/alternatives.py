@@ -151,7 +151,9 @@ def training_apart(run: Run, verdicts: list[StepVerdict]) -> list[StepVerdict]:
     if found is None:
         return verdicts
     chosen = [verdict if verdict.alone is None else verdict.alone for verdict in verdicts]
-    chosen[0].reasons.append(f"ranks reduce no gradients between them, and {found}")
+    steps = [verdict.context.step for verdict in verdicts if verdict.alone is not None]
+    where = f" in {numbered('step', steps)}" if len(steps) < len(verdicts) else ""
+    chosen[0].reasons.append(f"ranks reduce no gradients between them{where}, and {found}")
     for verdict in chosen:
         if _take_shares_away(verdict):
             verdict.reasons.append(
