@@ -77,7 +77,7 @@ class Reduce(Event, tag="reduce"):
     both, and `all_reduced` is False while the replicate axis is left out. `op` "unknown": a user's communication hook
     or an operation whose arithmetic is not known. `root`: the only rank that holds the result; None where all of the
     group do. `dtype`: what it sums in, None where that is the gradients' own. `scheduled`: while a pipeline's schedule
-    ran.
+    ran. `channel`: torch's name of a process group that the program made and reduces over by hand.
     """
 
     impl: str
@@ -97,6 +97,7 @@ class Reduce(Event, tag="reduce"):
     root: int | None = None
     dtype: str | None = None
     scheduled: bool = False
+    channel: str | None = None
 
     @property
     def num_ranks(self) -> int:

@@ -15,6 +15,9 @@ from gradcheck_dist.ledger.moved import plain_name as plain_name
 from gradcheck_dist.ledger.parted import Parted, Sizes
 from gradcheck_dist.trace.run import Run
 
+Channel = tuple[tuple[int, ...], str | None]
+"""The ranks of a process group, and its name where the program made it."""
+
 
 def distinct_names(run: Run) -> dict[tuple[int, int], ParamKey]:
     """The key of each (rank, parameter id). Plain tensors of one name that began with unequal values are different
@@ -77,14 +80,15 @@ def crossed(
     run: Run, events: dict[int, list[Event]], names: dict[tuple[int, int], ParamKey]
 ) -> dict[tuple[int, int], ParamKey]:
     """The key of each (rank, parameter id) whose gradient a collective of the step combines with that of another name:
-    the n-th over a group on one rank is the n-th on every other. Both go by the first rank's name."""
-    calls: dict[tuple[int, ...], dict[int, list[tuple[int, ...]]]] = defaultdict(lambda: defaultdict(list))
+    the n-th over a group on one rank is the n-th on every other. Both go by the first rank's name. Several groups of
+    the same ranks are each in an order of their own (one for each parameter, from threads or without waiting)."""
+    calls: dict[Channel, dict[int, list[tuple[int, ...]]]] = defaultdict(lambda: defaultdict(list))
     for rank, of_rank in events.items():
         for event in of_rank:
             if isinstance(event, Reduce) and event.impl in ("all_reduce", "reduce") and len(event.group) > 1:
-                calls[event.group][rank].append(run.ranks[rank].param_sets.get(event.params, ()))
+                calls[event.group, event.channel][rank].append(run.ranks[rank].param_sets.get(event.params, ()))
     found: dict[tuple[int, int], ParamKey] = {}
-    for group, of_group in calls.items():
+    for (group, _), of_group in calls.items():
         first, *others = (of_group.get(rank, []) for rank in group)
         if any(list(map(len, other)) != list(map(len, first)) for other in others):
             continue

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from gradcheck_dist.diagnosis.engine import diagnose
-from gradcheck_dist.events import TRAIN_AT_ONCE
+from gradcheck_dist.events import TRAIN_AT_ONCE, AnyRecord, ParamSet, Plan
 from gradcheck_dist.probes import attach
+from gradcheck_dist.probes.parameters.registry import Registry
+from gradcheck_dist.probes.recording.samples import Sampler
 from gradcheck_dist.trace.run import read_run
 
 STEPS = 4
+NUM_THREADS = 8
+
+
+def interrupted(_: FrameType, __: str, ___: Any) -> Any:
+    """A trace function that lets other threads run before each line of the probes."""
+    time.sleep(0)
+    return interrupted
 
 
 def trainer(seed: int, divisor: int = 2) -> tuple[Callable[[], None], Callable[[], None]]:
@@ -70,3 +84,34 @@ def test_threads_that_take_turns_in_one_training_are_judged(tmp_path: Path) -> N
                 for pool, call in ((one, pass_), (other, pass_), (other, step)):
                     pool.submit(call).result()
         assert diagnose(read_run(run)).verdict == verdict
+
+
+def test_what_threads_keep_at_once_is_not_mixed() -> None:
+    """As a pool does to which a program hands each parameter's reduction (BNS-GCN)."""
+    written: list[AnyRecord] = []
+    registry = Registry(written.append, sample_size=4)
+    model = nn.ModuleList(nn.Linear(3, 2) for _ in range(16))
+    infos = list(registry.add_root(model))
+    sampler = Sampler(registry)
+
+    def keep(number: int) -> None:
+        sys.settrace(interrupted)
+        for info in infos[number::NUM_THREADS]:
+            sampler.sample(0, 1, info, torch.full(info.shape, float(info.id)))
+            registry.param_set([info])
+
+    with ThreadPoolExecutor(NUM_THREADS) as pool:
+        list(pool.map(keep, range(NUM_THREADS)))
+    plans = {plan.id: plan for plan in written if isinstance(plan, Plan)}
+    sets = {one.id: one.params for one in written if isinstance(one, ParamSet)}
+    assert len(plans) == len(infos)
+    assert all(sets[registry.param_set([info])] == (info.id,) for info in infos)
+    [(_, rows, values)] = sampler.drain()
+    found, at = np.frombuffer(rows, "i4").reshape(-1, 4), 0
+    kept = values.view(torch.float32)
+    assert len(found) == len(infos)
+    for _, _, param, plan in found.tolist():
+        size = plans[plan].num_values
+        assert plans[plan].param == param
+        assert (kept[at : at + size] == param).all()
+        at += size

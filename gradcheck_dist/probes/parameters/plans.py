@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 from math import prod
 from typing import Any
 
@@ -129,7 +130,7 @@ class Plans:
 
     def __init__(self, write: Callable[[AnyRecord], None]) -> None:
         self._write = write
-        self._num_plans = 0
+        self._plan_ids = count()  # threads that reduce at once each take another
 
     def plan(self, info: ParamInfo, tensor: Tensor) -> tuple[LocalPlan, Tensor] | None:
         """How to sample `tensor`, the gradient of a parameter, and its local part.
@@ -206,8 +207,7 @@ class Plans:
         extent: tuple[int, ...] | None,
         mean: int = 1,
     ) -> LocalPlan:
-        plan = LocalPlan(self._num_plans, info.id, indices, device)
-        self._num_plans += 1
+        plan = LocalPlan(next(self._plan_ids), info.id, indices, device)
         positions = None if which is None else which.astype("<i4").tobytes()
         self._write(
             Plan(

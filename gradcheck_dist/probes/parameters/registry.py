@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
+from itertools import count
 
 import msgspec
 import torch
@@ -55,6 +56,7 @@ class Registry(Plans):
         self._in_use = InUse()
         self._names: set[tuple[int | None, str]] = set()
         self._sets: dict[tuple[int, ...], int] = {}
+        self._set_ids = count()  # of threads that reduce at once, two may write one set: either tells it
         self._sets_asked: dict[tuple[int, ...], int] = {}  # the same, by what was asked for
         self._asked: dict[tuple[bool, tuple[int, ...]], list[ParamInfo]] = {}
         self._wrappers: dict[int, int] = {}
@@ -311,8 +313,9 @@ class Registry(Plans):
             key = tuple(dict.fromkeys(original.id for info in infos for original in originals(info)))
             found = self._sets.get(key)
             if found is None:
-                found = self._sets[key] = len(self._sets)
+                found = next(self._set_ids)
                 self._write(ParamSet(id=found, params=key))
+                found = self._sets.setdefault(key, found)
             self._sets_asked[asked] = found
         return found
 

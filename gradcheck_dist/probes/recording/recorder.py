@@ -181,7 +181,7 @@ class Recorder(Sampler):
             if self.replaced is not None:
                 self.replaced.settle()
             self._stepped = False
-            if self._rows or self._on_host or self._later:
+            if self._kept or self._on_host or self._later:
                 self.flush_samples()  # of what came behind the optimizer
             self._end_unsampled()
             self.passes.step_over(self.step - self._abandoned, self.recording)

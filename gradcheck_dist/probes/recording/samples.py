@@ -197,9 +197,9 @@ class Sampler:
         self.registry = registry
         self.streams = SideStreams()
         self.sampling = True  # False: events are recorded and no samples are taken
-        self._rows: dict[tuple[torch.dtype, torch.device], array[int]] = {}
-        self._values: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        self._on_host: dict[torch.dtype, tuple[list[bytes], list[bytes]]] = {}  # rows and values
+        # A row and its values come with one append: a thread that reduces beside a backward pass puts none in between.
+        self._kept: list[tuple[tuple[int, int, int, int], Tensor]] = []
+        self._on_host: list[tuple[torch.dtype, bytes, bytes]] = []  # rows and values
         self._bundles: dict[tuple[int, ...], Bundle | None] = {}  # None: not together
         self._arrivals: dict[tuple[int, ...], Arrivals] = {}
 
@@ -295,9 +295,7 @@ class Sampler:
         return True
 
     def _keep_bytes(self, dtype: torch.dtype, rows: bytes, values: bytes) -> None:
-        of_rows, of_values = self._on_host.setdefault(dtype, ([], []))
-        of_rows.append(rows)
-        of_values.append(values)
+        self._on_host.append((dtype, rows, values))
 
     def sample_regions(self, seq: int, role: int, regions: Iterable[Region], tensor: Tensor) -> None:
         """Sample the parts of a tensor that are gradients of parameters or of parts of them."""
@@ -339,26 +337,32 @@ class Sampler:
         """Keep one row. Of complex numbers the real part: weights are real, so it tells them as well."""
         if values.is_complex():
             values = values.real
-        kind = values.dtype, values.device
-        rows = self._rows.get(kind)
-        if rows is None:
-            rows = self._rows[kind] = array("i")
-            self._values[kind] = []
-        rows.extend((seq, role, plan.param_id, plan.id))
-        self._values[kind].append(values)
+        self._kept.append(((seq, role, plan.param_id, plan.id), values))
         self.streams.note(values)
 
     def drain_host(self) -> list[tuple[str, bytes, bytes]]:
         """(type, rows, values end to end) of all that was gathered on the host."""
-        kept, self._on_host = self._on_host, {}
-        return [(_name(dtype), b"".join(rows), b"".join(values)) for dtype, (rows, values) in kept.items()]
+        kept, self._on_host = self._on_host, []
+        by_type: dict[torch.dtype, tuple[list[bytes], list[bytes]]] = {}
+        for dtype, rows, values in kept:
+            of_rows, of_values = by_type.setdefault(dtype, ([], []))
+            of_rows.append(rows)
+            of_values.append(values)
+        return [(_name(dtype), b"".join(rows), b"".join(values)) for dtype, (rows, values) in by_type.items()]
 
     def drain(self) -> list[tuple[str, bytes, Tensor]]:
         """(type, rows, values end to end as bytes on their device) of all else that waits."""
-        rows, values = self._rows, self._values
-        self._rows, self._values = {}, {}
-        self.streams.join([value for of_type in values.values() for value in of_type])
-        return [(_name(kind[0]), rows[kind].tobytes(), torch.cat(values[kind]).view(torch.uint8)) for kind in rows]
+        kept, self._kept = self._kept, []
+        self.streams.join([values for _, values in kept])
+        by_kind: dict[tuple[torch.dtype, torch.device], tuple[array[int], list[Tensor]]] = {}
+        for row, values in kept:
+            rows, of_kind = by_kind.setdefault((values.dtype, values.device), (array("i"), []))
+            rows.extend(row)
+            of_kind.append(values)
+        return [
+            (_name(dtype), rows.tobytes(), torch.cat(of_kind).view(torch.uint8))
+            for (dtype, _), (rows, of_kind) in by_kind.items()
+        ]
 
 
 def elements(tensor: Tensor, indices: Tensor) -> Tensor | None:

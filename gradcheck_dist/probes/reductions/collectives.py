@@ -217,6 +217,11 @@ def root_of(call: dict[str, Any]) -> int:
     return int(call["dst"] or 0)
 
 
+def _channel(group: Any) -> str | None:
+    """The name that ranks of a group know it by; None of the default one."""
+    return None if group is None or group is dist.group.WORLD else str(group.group_name)
+
+
 def _takes_part(group: Any) -> bool:
     """Whether this rank is in a group: torch warns where it is not, and does nothing."""
     return group != dist.GroupMember.NON_GROUP_MEMBER
@@ -337,7 +342,7 @@ def before_manual(
         recorder.begins_empty([region.info for regions, _ in recorder.places.overlapping(local) for region in regions])
     if not (recorder.accumulation_step or current is not None or recorder.without_pass) or not _takes_part(group):
         return None
-    how = (impl, op_name(op), tuple(dist.get_process_group_ranks(group or dist.group.WORLD)), root)
+    how = (impl, op_name(op), tuple(dist.get_process_group_ranks(group or dist.group.WORLD)), root, _channel(group))
     recorder.registry.find_parts()
     opened: list[Region] = []
     begins: set[tuple[int, int]] = set()
@@ -422,11 +427,12 @@ def after_manual(
         if done is None or done.length < _local_size(info):
             continue
         del pending[info.id]
-        impl, op, group, root = done.how
+        impl, op, group, root, channel = done.how
         in_a_step = info.id in recorder.read.in_step(recorder.step)
         if in_a_step and impl == "reduce_scatter" and root is None and output is not None and not done.outputs:
             root = group[region.offset // output.numel()]  # the rank that this optimizer updates it on
-        recorder.emit_reduce(done.seq, [info], impl=impl, op=op, group=group, root=root, site=caller_site())
+        how = {"impl": impl, "op": op, "group": group, "root": root, "channel": channel}
+        recorder.emit_reduce(done.seq, [info], site=caller_site(), **how)
         for part, tensor, work in done.outputs:
             sample = functools.partial(recorder.sample_parts, done.seq, AFTER, info, [part], tensor)
             if work is None:
