@@ -289,9 +289,23 @@ def test_one_number_before_each_of_several_losses_may_be_their_coefficient(tmp_p
     assert f"adds up 2 losses, with {number:g} x before the mean of each" in reason
 
 
+@pytest.mark.parametrize("mean", [lambda one, other: (one + other) / 2, lambda *both: torch.stack(both).mean()])
+def test_means_of_some_losses_each_are_tasks(tmp_path: Path, mean: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Contrastive losses that are averaged over both ways, as many as there are passes (SLIP has two on two ranks)."""
+
+    def added(x: Tensor, _: int) -> Tensor:
+        return sum(mean(main(by * x), main(-by * x)) for by in range(1, STEPS + 1)) / STEPS  # type: ignore[return-value]
+
+    report = run_of(tmp_path / "run", added)
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    (reason,) = report.reasons
+    assert "adds up 6 losses, with 0.5 x before the mean of each" in reason
+
+
 @pytest.mark.parametrize(
     "loss",
     [
+        lambda x, _: (main(x) / STEPS + main(-x) / STEPS) / STEPS,
         lambda x, _: (main(x) + main(-x)) * 0.4 / STEPS,
         lambda x, k: (0.4 + 0.4 * (k == 1)) * (main(x) + main(-x)) / STEPS,
     ],

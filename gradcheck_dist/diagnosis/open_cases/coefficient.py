@@ -228,7 +228,9 @@ def _added(case: Case) -> float:
 
 def _before_each(case: Case) -> float:
     """The number that each of several losses of a pass is multiplied by in their sum, as a contrastive loss is by its
-    temperature, where all weights are right but for it, and for the number of losses. 0 where that is not so."""
+    temperature, where all weights are right but for it, and for the number of losses. Of what they are divided by, one
+    that makes whole means of some of them each (two contrastive losses, both ways each); where they are stacked, no
+    number is told. 0 where that is not so."""
     counted = case.context.contributions.by_key.values()
     numbers = set[float]()
     for one in counted:
@@ -236,11 +238,19 @@ def _before_each(case: Case) -> float:
         if one.num_losses < 2 or gradient is None or not gradient.whole:
             return 0.0
         before = gradient.weight * (gradient.num_tokens or 0) / gradient.whole
-        numbers |= {value for value in gradient.multipliers or () if value is not None and same(value, before)}
+        written = [value for value in gradient.multipliers or () if value is not None]
+        divisors = gradient.divisors or ([] if gradient.multipliers or not before else [round(1 / before)])
+        written += [1 / value for value in divisors if value and _makes_means(value, one.num_losses)]
+        numbers |= {value for value in written if same(value, before)}
     number = numbers.pop() if len(numbers) == 1 else 0.0
     total = number * sum(one.num_losses for one in counted) / max(len(counted), 1)
     right = number and not same(number, 1) and total
     return number if right and abs(case.pattern.factor / total - 1) <= max(SAME, case.pattern.tolerance) else 0.0
+
+
+def _makes_means(divisor: float, num_losses: int) -> bool:
+    """Whether so many losses are several means of `divisor` losses each."""
+    return 1 < divisor < num_losses and num_losses % divisor == 0
 
 
 def _counted_as_one(case: Case, data: StepData) -> float:
