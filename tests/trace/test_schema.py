@@ -43,7 +43,7 @@ FROZEN = {
     "loss_term": f"accumulation_step microbatch ordinal op weight stage attached {REDUCED}",
     "reduce": (
         "impl op group params wrapper accumulation_step microbatch pre_divide post_divide premul hook "
-        "replicate_group replicate_op all_reduced root dtype scheduled seq t_ns step site"
+        "replicate_group replicate_op all_reduced root dtype scheduled channel seq t_ns step site"
     ),
     "scale_grads": "divisor params stage accumulation_step seq t_ns step site",
     "grad_write": "params factor op seq t_ns step site",
