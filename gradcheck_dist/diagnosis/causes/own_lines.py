@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -241,41 +242,44 @@ def lines_within(data: StepData, culprit: Culprit, held: Sequence[Held]) -> tupl
         return ()
     for rank in dict.fromkeys([rank_of(data, culprit.before), *(rank for one in held for rank in one.ranks)]):
         params = params_on(data, held, rank)
-        within = [one for one in between(data, culprit, rank) if _befalls(data, culprit, rank, one, params)]
+        within = _that_befall(data, culprit, rank, between(data, culprit, rank), params)
         if found := lines_that_write(data, rank, params, within, known=True):
             return found
     return ()
 
 
-def _befalls(data: StepData, culprit: Culprit, rank: int, event: Event, params: Set[int]) -> bool:
-    """Whether something wrote to one of these gradients between this one's own events: a loop that reduces one gradient
-    and divides it comes to the next one behind that, and a later pass to all of them again."""
-    if not isinstance(event, GradWrite):
-        return False
-    for param in params & set(data.params_of(rank, event.params)):
-        begin, end = (_own_number(data, one, rank, param) for one in (culprit.event, culprit.before))
-        if (begin is None or begin < event.seq) and (end is None or event.seq < end):
-            return True
-    return False
+def _that_befall(
+    data: StepData, culprit: Culprit, rank: int, events: Iterable[Event], params: Set[int]
+) -> list[GradWrite]:
+    """What wrote to one of these gradients between this one's own events: a loop that reduces one gradient and divides
+    it comes to the next one behind that, and a later pass to all of them again."""
+    starts, ends = (_own_numbers(data, one, rank, params) for one in (culprit.event, culprit.before))
+    return [
+        event
+        for event in events
+        if isinstance(event, GradWrite)
+        and any(
+            starts.get(param, -1) < event.seq < ends.get(param, inf)
+            for param in params & set(data.params_of(rank, event.params))
+        )
+    ]
 
 
-def _own_number(data: StepData, event: Event | None, rank: int, param: int) -> int | None:
-    """The number of what a rank recorded of a parameter where an event of another's is: as often before. None where it
-    recorded nothing of the kind."""
+def _own_numbers(data: StepData, event: Event | None, rank: int, params: Set[int]) -> Mapping[int, int]:
+    """By parameter, the number of what a rank recorded of it where an event of another's is: as often before."""
     event = _counterpart(data, event, rank)
     if event is None:
-        return None
-    alike = [one for one in data.events[rank] if type(one) is type(event) and line_of(one) == line_of(event)]
-    whose: int | None = getattr(event, "params", None)
-    if whose is None:
-        return event.seq
-    of_event = data.params_of(rank, whose)
-    mine, theirs = (
-        [one.seq for one in alike if of in data.params_of(rank, getattr(one, "params", None))]
-        for of in (param, of_event[0] if of_event else param)
-    )
-    place = theirs.index(event.seq) if event.seq in theirs else 0
-    return mine[place] if place < len(mine) else None
+        return {}
+    of_event = data.params_of(rank, getattr(event, "params", None))
+    if not of_event:
+        return dict.fromkeys(params, event.seq)
+    numbers: dict[int, list[int]] = defaultdict(list)
+    for one in data.events[rank]:
+        if type(one) is type(event) and line_of(one) == line_of(event):
+            for param in data.params_of(rank, getattr(one, "params", None)):
+                numbers[param].append(one.seq)
+    place = numbers[of_event[0]].index(event.seq)
+    return {param: found[place] for param, found in numbers.items() if place < len(found)}
 
 
 def lines_that_write(
@@ -325,9 +329,9 @@ def line_between(
         if event.op != WRITTEN or event.factor is not None
     ]
     owners = {one.seq: set(data.params_of(rank, one.params)) for one in between if one.params is not None}
-    mine = [one for one in between if params & owners.get(one.seq, set())]
-    between = [one for one in between if one not in mine or _befalls(data, culprit, rank, one, params)]
-    writes = [one for one in between if params & owners.get(one.seq, set()) and one.op != WRITTEN]
+    others = [one for one in between if params.isdisjoint(owners.get(one.seq, ()))]
+    mine = _that_befall(data, culprit, rank, between, params)
+    writes, between = [one for one in mine if one.op != WRITTEN], sorted([*others, *mine], key=lambda one: one.seq)
     values = (off,) if culprit.kind == "loss" else (off, culprit.factor)  # it may be the loss that is wrong
     for value in values:
         such = [one for one in writes or between if _is(one.factor, value, tolerance)]
