@@ -228,8 +228,9 @@ def worst_cell(grid: WeightGrid) -> tuple[int, int] | None:
         return None
     smallest, largest = float(np.nanmin(ratio)), float(np.nanmax(ratio))
     worst = smallest if smallest <= 0 or largest * smallest < 1 else largest
-    # The first of those that are as bad: which of equals is a rounding error worse tells nothing.
-    at = int(np.argmax(np.abs(ratio - worst) <= abs(worst) * grid.tolerance))
+    # The first of those that are as bad: which of equals is a rounding error worse tells nothing, nor which nothing.
+    as_bad = grid.tolerance * (1.0 if abs(worst) <= grid.tolerance else abs(worst))
+    at = int(np.argmax(np.abs(ratio - worst) <= as_bad))
     row, column = divmod(at, ratio.shape[1])
     return row, column
 

@@ -149,6 +149,8 @@ def test_no_step_is_whole_while_a_rank_has_not_been_read(tmp_path: Path, monkeyp
         ([[8.0, 1.0], [0.1, 1.0]], (1, 0)),
         ([[8.0, 0.0], [0.1, 1.0]], (0, 1)),
         ([[math.nan, 2.0], [2.0 + 1e-9, 1.0]], (0, 1)),
+        ([[2.0, 1e-9], [-2e-9, 2.0]], (0, 1)),
+        ([[2.0, 1e-3], [1e-4, 2.0]], (1, 0)),
         ([[math.nan, math.nan], [math.nan, math.nan]], None),
     ],
 )
