@@ -2,7 +2,7 @@
 
 Parameters that ranks hold alike, that get unlike gradients, and that are alike behind the step all the same have been
 moved by something that the optimizer combined over ranks in its step. Where they are unlike behind it, and alike again
-when the next one begins, a line averaged or sent them.
+when the next one begins, a line averaged them, or sent one rank's.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gradcheck_dist.events import ParamUpdate, Reduce
+from gradcheck_dist.events import ParamUpdate, Reduce, Replica
 from gradcheck_dist.ledger.tracks import ParamKey, StepData, Track
 
 CHANCE = 1e-3
@@ -33,25 +33,30 @@ def updates_of(events: Iterable[object]) -> dict[int, Update]:
     found: dict[int, Update] = {}
     for event in events:
         if isinstance(event, ParamUpdate):
-            for param, begun, left in _rows(event):
-                found[param] = Update(found[param].begun if param in found else begun, left)
+            for param, begun, left in in_two_rows(event):
+                first = found.get(param, Update(begun, left)).begun
+                found[param] = Update(first if first.shape == left.shape else begun, left)
     return found
 
 
-def _rows(event: ParamUpdate) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    begun, left = np.frombuffer(event.values, dtype="<f4").reshape(2, -1)
-    for param, end, count in zip(event.params, np.cumsum(event.counts), event.counts, strict=True):
-        yield param, begun[end - count : end], left[end - count : end]
+def in_two_rows(event: ParamUpdate | Replica) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """Of each parameter its id, the values of the first row and those of the second; nothing where there are none."""
+    if not event.values:
+        return
+    first, second = np.frombuffer(event.values, dtype="<f4").reshape(2, -1)
+    cuts = np.cumsum(event.counts)[:-1]
+    yield from zip(event.params, np.split(first, cuts), np.split(second, cuts), strict=True)
 
 
 def updates_by_param(data: StepData) -> dict[ParamKey, dict[int, Update]]:
-    """Of parameters that ranks hold under one name, and that were looked at on all of these: by rank."""
+    """Of parameters of which ranks hold as many elements each, and that were looked at on all of these: by rank. Shards
+    of unequal sizes are no copies."""
     of_ranks = {rank: updates_of(events) for rank, events in data.events.items()}
     found: dict[ParamKey, dict[int, Update]] = {}
     for key, tracks in data.tracks.items():
         mine = {rank: of_ranks[rank].get(track.param.id) for rank, track in tracks.items()}
         seen = {rank: one for rank, one in mine.items() if one is not None}
-        if len(seen) == len(tracks) > 1:
+        if len(seen) == len(tracks) > 1 and len({one.begun.shape for one in seen.values()}) == 1:
             found[key] = seen
     return found
 
@@ -92,7 +97,8 @@ def is_averaged(of_steps: Sequence[Mapping[int, Update]]) -> bool:
     once, and never as one rank alone had left it: that one's is sent then, and the others' gradients are lost."""
     begun = [np.stack([one.begun for one in of_ranks.values()]) for of_ranks in of_steps]
     left = [np.stack([one.left for one in of_ranks.values()]) for of_ranks in of_steps]
-    unlike = [(before, after) for before, after in zip(left, begun[1:], strict=False) if not _is_one(before)]
+    in_turn = ((before, after) for before, after in zip(left, begun[1:], strict=False) if before.shape == after.shape)
+    unlike = [(before, after) for before, after in in_turn if not _is_one(before)]
     sent = any(_is_one(after) and (before == after[0]).all(axis=1).any() for before, after in unlike)
     return not sent and any(_is_one(after) for _, after in unlike)
 

@@ -122,12 +122,7 @@ class Checks:
             return f"has {len(record.values)} bytes of values, not {4 * sum(record.counts)}"
         return ""
 
-    def _replica(self, event: Replica) -> str:
-        if len(event.counts) != len(event.params) or len(event.values) != 8 * sum(event.counts):
-            return f"of step {event.step} has {len(event.values)} bytes of values of {len(event.params)} parameters"
-        return ""
-
-    def _param_update(self, event: ParamUpdate) -> str:
+    def _two_rows(self, event: Replica | ParamUpdate) -> str:
         if len(event.counts) != len(event.params) or len(event.values) != 8 * sum(event.counts):
             return f"of step {event.step} has {len(event.values)} bytes of values of {len(event.params)} parameters"
         return ""
@@ -165,8 +160,8 @@ def _ends(positions: bytes) -> tuple[int, int]:
 _CHECKS = {
     Param: Checks._param,
     ParamValues: Checks._param_values,
-    Replica: Checks._replica,
-    ParamUpdate: Checks._param_update,
+    Replica: Checks._two_rows,
+    ParamUpdate: Checks._two_rows,
     Plan: Checks._plan,
     Samples: Checks._samples,
     Norms: Checks._norms,

@@ -18,6 +18,7 @@ import numpy as np
 from gradcheck_dist.diagnosis.audits.facts import StepFacts
 from gradcheck_dist.diagnosis.audits.unlike import reductions_of
 from gradcheck_dist.events import Exchange, OptimizerStep, Reduce, Replica
+from gradcheck_dist.ledger.param_updates import in_two_rows
 from gradcheck_dist.ledger.solve import EPSILON
 from gradcheck_dist.ledger.tracks import ParamKey, Track, merge
 
@@ -157,12 +158,9 @@ def _ends(facts: StepFacts) -> dict[tuple[int, ParamKey], Ends]:
         stepped[rank] |= {facts.data.tracks[key][rank].param.id: key for key in facts.params_in(rank, step.params)}
     found: dict[tuple[int, ParamKey], Ends] = {}
     for rank, begun in facts.events_of(Replica):
-        if begun.values:
-            left, now = np.frombuffer(begun.values, dtype="<f4").astype(float).reshape(2, -1)
-            cuts = np.cumsum(begun.counts)[:-1]
-            for param, *ends in zip(begun.params, np.split(left, cuts), np.split(now, cuts), strict=True):
-                if param in stepped[rank]:
-                    found.setdefault((rank, stepped[rank][param]), (ends[0], ends[1]))
+        for param, left, now in in_two_rows(begun):
+            if param in stepped[rank]:
+                found.setdefault((rank, stepped[rank][param]), (left.astype(float), now.astype(float)))
     return found
 
 
