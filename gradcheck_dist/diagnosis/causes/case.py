@@ -66,7 +66,7 @@ class Case:
         return sorted({rank for held in self.held for rank in held.ranks} | set(self.term_ranks))
 
     @property
-    def is_all(self) -> bool:
+    def stands_alone(self) -> bool:
         """Whether nothing else is wrong with these weights."""
         whole = {(id(held), cell.key): cell for held in self.held for cell in held.cells}
         found = ((cell, whole.get((id(held), cell.key))) for held, cell in self.cells)

@@ -172,7 +172,7 @@ def judge(case: Case) -> Answer:
             fix = DROP_IT if case.everywhere else DROP_IT_HERE
             right = (culprit.write.factor or 0.0) / case.pattern.factor if makes_up(culprit, case.pattern) else 1.0
             if is_all(culprit, case.pattern):
-                besides = "" if case.is_all else " and what else is found"
+                besides = "" if case.stands_alone else " and what else is found"
                 where += f" Without it{besides} the weights would be right."
             elif case.pattern.objective == "rank-token-mean":
                 fix = (

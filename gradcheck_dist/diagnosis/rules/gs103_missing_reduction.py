@@ -10,8 +10,8 @@ wrapped loses the wrapper's hooks.
 
 ## Why it matters
 Every rank now trains its own model on its own data. Replicas drift apart, each prints a plausible norm and loss, and
-the checkpoint keeps one of them. Where parameters are averaged instead (local SGD, DiLoCo), which is seen when it
-happens, nobody is accused.
+the checkpoint keeps one of them. Where parameters are averaged instead (local SGD, DiLoCo), or an optimizer combines
+momentum or updates in its own step, which is seen when it happens, nobody is accused.
 
 ## Example
     for i, microbatch in enumerate(microbatches):
