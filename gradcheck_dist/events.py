@@ -118,8 +118,8 @@ SCALED, WRITTEN = "scaled", "written"
 
 
 class GradWrite(Event, tag="grad_write"):
-    """A line of the trainer's own multiplied gradients in place by `factor`, None where that is no one number; or did
-    so to a part of them, or wrote something else into them (`op` is WRITTEN).
+    """A line of the trainer's own multiplied gradients by `factor`, None where that is no one number, in place or by
+    putting others there; or did so to a part of them, or wrote something else into them (`op` is WRITTEN).
 
     It tells a line and is no hand of the ledgers: what happened there is measured by the samples around it. `params`
     None: a tensor that is nobody's gradient, such as a buffer that is copied into some.

@@ -75,12 +75,12 @@ def trained(
                     if twice != 1:
                         param.grad /= twice
                 else:
-                    param.grad = param.grad / (total / over if divides else 1)
+                    param.grad = torch.div(param.grad, total / over if divides else 1)
             grads = [param.grad for param in model.parameters() if param.grad is not None]
             norm = norm if behind else norm_of(grads)
             coefficient = min(1.0, (max_norm if isinstance(max_norm, float) else max_norm[step]) / norm)
             for param, grad in zip(model.parameters(), grads, strict=True):
-                param.grad = grad.mul_(coefficient) if clip_seen else grad * coefficient
+                param.grad = grad.mul_(coefficient) if clip_seen else torch.mul(grad, coefficient)
             optimizer.step()
             optimizer.zero_grad()
     return diagnose(read_run(run_dir))
@@ -305,7 +305,7 @@ def test_what_multiplies_behind_a_clip_shows_beside_its_line(
             for param in model.parameters():
                 assert param.grad is not None
                 if assigned:
-                    param.grad = param.grad * behind
+                    param.grad = torch.mul(param.grad, behind)
                 else:
                     param.grad *= behind
             optimizer.step()
@@ -383,10 +383,14 @@ def test_a_clip_that_is_seen_is_no_part_of_what_sets_passes_apart(tmp_path: Path
     )
 
 
-@pytest.mark.parametrize(("scale", "verdict"), [(1.0, "clean"), (512.0, "undetermined")])
+@pytest.mark.parametrize(
+    ("scale", "times", "verdict"),
+    [(1.0, torch.mul, "clean"), (512.0, torch.mul, "undetermined"), (512.0, torch.Tensor.__mul__, "clean")],
+)
 def test_tokens_and_a_loss_scale_that_an_assignment_divides_by_at_once_accuse_nobody(
-    tmp_path: Path, scale: float, verdict: str
+    tmp_path: Path, scale: float, times: Callable[..., torch.Tensor], verdict: str
 ) -> None:
+    """Of an operator the number is seen, of one of torch's functions it is not."""
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with attach(tmp_path, objective="global-token-mean"):
@@ -397,7 +401,7 @@ def test_tokens_and_a_loss_scale_that_an_assignment_divides_by_at_once_accuse_no
             grads = []
             for param in model.parameters():
                 assert param.grad is not None
-                param.grad = param.grad * (1 / scale / sum(int((labels >= 0).sum()) for _, labels in data))
+                param.grad = times(param.grad, 1 / scale / sum(int((labels >= 0).sum()) for _, labels in data))
                 grads.append(param.grad)
             shorter = 0.05 / squares(grads)
             assert shorter < 1

@@ -18,7 +18,7 @@ from gradcheck_dist.diagnosis.engine import diagnose
 from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.events import GradWrite
 from gradcheck_dist.probes import attach
-from gradcheck_dist.probes.optimizers.writes import FOREACH, METHODS
+from gradcheck_dist.probes.optimizers.writes import FOREACH, METHODS, NEW_METHODS
 from gradcheck_dist.stream.diagnose import diagnose_run
 from gradcheck_dist.trace.run import read_run
 
@@ -74,6 +74,44 @@ def in_a_buffer(model: nn.Module) -> None:
         grad.copy_(part.view_as(grad))
 
 
+def replaced(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.grad = param.grad / 3 if param.grad is not None else None  # here
+
+
+def replaced_by_a_tensor(model: nn.Module) -> None:
+    third = torch.tensor(1 / 3)
+    for param in model.parameters():
+        param.grad = third * param.grad  # here
+
+
+def replaced_in_data(model: nn.Module) -> None:
+    for grad in gradients(model):
+        grad.data = grad.data.div(3)  # here
+
+
+def replaced_later(model: nn.Module) -> None:
+    """Beside products that are thrown away, all of them first."""
+    made = [(param, (param.grad * 0.5).norm(), param.grad * (1 / 3)) for param in model.parameters()]  # here
+    for param, norm, part in made:
+        param.grad = part if norm >= 0 else None
+
+
+def replaced_in_two_goes(model: nn.Module) -> None:
+    for param in model.parameters():
+        part = param.grad * 4
+        part = part / 12  # here
+        part *= 3
+        part /= 4
+        param.grad = (part * 0.75 / 0.75) * (4 / 3)
+        param.grad.div_(4)
+
+
+def copied(model: nn.Module) -> None:
+    for grad in gradients(model):
+        grad.copy_(grad / 3)  # here
+
+
 def beside_what_is_undone(model: nn.Module) -> None:
     for grad in gradients(model):
         grad.mul_(8.0)
@@ -88,7 +126,11 @@ def line_of(doing: Callable[[nn.Module], None]) -> int:
 
 
 @pytest.mark.parametrize(
-    "doing", [by_operator, by_method_of_data, by_tensor, all_at_once, in_a_buffer, beside_what_is_undone]
+    "doing",
+    [
+        *(by_operator, by_method_of_data, by_tensor, all_at_once, in_a_buffer, beside_what_is_undone),
+        *(replaced, replaced_by_a_tensor, replaced_in_data, replaced_later, copied),
+    ],
 )
 def test_the_line_that_scales_is_the_culprit(tmp_path: Path, doing: Callable[[nn.Module], None]) -> None:
     (finding,) = train(tmp_path / "run", doing).findings
@@ -101,7 +143,7 @@ def test_the_line_that_scales_is_the_culprit(tmp_path: Path, doing: Callable[[nn
     assert "Without it the weights would be right." in finding.explanation
 
 
-@pytest.mark.parametrize("doing", [by_operator, by_tensor, beside_what_is_undone])
+@pytest.mark.parametrize("doing", [by_operator, by_tensor, beside_what_is_undone, replaced, replaced_by_a_tensor])
 def test_a_number_that_lies_on_an_accelerator_is_read_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, doing: Callable[[nn.Module], None]
 ) -> None:
@@ -130,9 +172,9 @@ def test_numbers_on_an_accelerator_are_kept_as_they_were_and_told_apart(
     assert [write.factor for write in writes if write.step == 0] == [pytest.approx(1 / 3), 7.0, None]
 
 
-def replaced(model: nn.Module) -> None:
+def replaced_unseen(model: nn.Module) -> None:
     for param in model.parameters():
-        param.grad = param.grad / 3 if param.grad is not None else None
+        param.grad = torch.div(param.grad, 3)
 
 
 def by_either_of_two(model: nn.Module) -> None:
@@ -142,7 +184,7 @@ def by_either_of_two(model: nn.Module) -> None:
         grad.mul_(1 / 3)
 
 
-@pytest.mark.parametrize("doing", [replaced, by_either_of_two])
+@pytest.mark.parametrize("doing", [replaced_unseen, by_either_of_two])
 def test_where_no_one_line_did_it_the_two_events_around_it_are_told(
     tmp_path: Path, doing: Callable[[nn.Module], None]
 ) -> None:
@@ -180,13 +222,13 @@ def test_what_an_optimizer_does_is_not_told(tmp_path: Path) -> None:
 def test_torchs_methods_are_back_afterwards(tmp_path: Path) -> None:
     own, before = dict(vars(torch.Tensor)), {name: getattr(torch, name) for name in FOREACH}
     with attach(tmp_path / "run"):
-        assert all(vars(torch.Tensor)[name] is not own.get(name) for name in METHODS)
+        assert all(vars(torch.Tensor)[name] is not own.get(name) for name in (*METHODS, *NEW_METHODS))
     assert dict(vars(torch.Tensor)) == own
     assert {name: getattr(torch, name) for name in FOREACH} == before
 
 
 def test_who_overrides_torchs_functions_is_given_torchs_own(tmp_path: Path) -> None:
-    torchs = torch.Tensor.mul_, torch.Tensor.__itruediv__, torch.Tensor.zero_, torch.gather
+    torchs = torch.Tensor.mul_, torch.Tensor.__itruediv__, torch.Tensor.zero_, torch.gather, torch.Tensor.__mul__
     met = []
 
     class Listening(BaseTorchFunctionMode):
@@ -201,6 +243,7 @@ def test_who_overrides_torchs_functions_is_given_torchs_own(tmp_path: Path) -> N
             tensor /= 3
             torch.ones(2).zero_()
             torch.gather(torch.ones(2), 0, torch.tensor([1]))
+            tensor * 2
     assert [func for func in met if func in torchs] == list(torchs)
     assert tensor.tolist() == [4.0, 4.0, 4.0]
 
@@ -240,7 +283,7 @@ def by_a_part(model: nn.Module) -> None:
 
 def by_copies(model: nn.Module) -> None:
     for grad in gradients(model):
-        grad.copy_(grad / 3)  # here
+        grad.copy_(torch.div(grad, 3))  # here
 
 
 @pytest.mark.parametrize("doing", [by_columns, by_a_part, by_copies])

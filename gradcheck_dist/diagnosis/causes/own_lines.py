@@ -173,7 +173,7 @@ def beside_computed(
     data: StepData, culprit: Culprit, held: Sequence[Held], quantities: Mapping[str, float] | None = None
 ) -> Beside:
     """1 where there is no such number, or what its lines do is not known. Of the two one may be none of a line that was
-    seen: `p.grad = p.grad / 3`. Numbers are known by their digits, or made of `quantities`."""
+    seen: `p.grad = torch.div(p.grad, 3)`. Numbers are known by their digits, or made of `quantities`."""
     quantities = quantities or {}
     if culprit.event is None or culprit.before is None or not culprit.factor:
         return Beside()

@@ -168,7 +168,7 @@ def judge(case: Case) -> Answer:
             where += " So it is where each pass adds .grad to a buffer, and .grad still holds what earlier passes left."
             fix = "Empty .grad of the model's own parameters each time that it was added to a buffer (p.grad = None)."
         if culprit.write is not None:
-            where = f"This line writes to .grad where it lies ({factor}): no probe, no objective asks for it."
+            where = f"This line writes to .grad ({factor}): no probe, no objective asks for it."
             fix = DROP_IT if case.everywhere else DROP_IT_HERE
             right = (culprit.write.factor or 0.0) / case.pattern.factor if makes_up(culprit, case.pattern) else 1.0
             if is_all(culprit, case.pattern):

@@ -59,7 +59,7 @@ def is_exactly_written(factor: float | None) -> bool:
 
 
 def number_of_line(event: Event) -> float | None:
-    """What a line of the trainer's own multiplies gradients by in place, where that is a number that somebody wrote."""
+    """What a line of the trainer's own multiplies gradients by, where that is a number that somebody wrote."""
     if not isinstance(event, GradWrite) or event.op != SCALED or event.params is None or event.site is None:
         return None
     return event.factor if is_exactly_written(event.factor) else None

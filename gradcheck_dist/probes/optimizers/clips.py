@@ -128,6 +128,8 @@ def before_clip(recorder: Recorder, params: list[Tensor]) -> tuple[int, list[Par
     """Tensors that have no gradient and never get one (gradients that are given in their parameters' place) are none
     that a clip scales, as torch scales `.grad`."""
     recorder.between_passes = False
+    if recorder.writes is not None:
+        recorder.writes.multiples.confirm()
     infos = params_of(recorder, [param for param in params if param.requires_grad or param.grad is not None])
     seq = recorder.next_seq()
     record_norms(recorder, seq, infos, recorder.sample_grads(seq, BEFORE, infos))

@@ -78,7 +78,7 @@ def took(recorder: Recorder, taken: _Taken, tensors: Sequence[Any]) -> None:
         taken.step, taken.seq, taken.num_looked_up = recorder.step, -1, 0
     found: list[tuple[Region, Tensor]] = []
     for tensor in tensors:
-        if not isinstance(tensor, Tensor) or tensor.requires_grad:
+        if not isinstance(tensor, Tensor) or tensor.requires_grad or _is_product(recorder, tensor):
             continue
         local = getattr(tensor, "_local_tensor", tensor).detach()
         taken.num_looked_up += 1
@@ -92,6 +92,11 @@ def took(recorder: Recorder, taken: _Taken, tensors: Sequence[Any]) -> None:
     for region, local in found:
         recorder.sample_parts(seq, BEFORE, region.info, [region], local)
     recorder.emit(GradientNorm, seq=seq, site=site, params=recorder.registry.param_set(infos))
+
+
+def _is_product(recorder: Recorder, tensor: Tensor) -> bool:
+    """Whether it was made of a gradient, in whose place it is not."""
+    return recorder.writes is not None and recorder.writes.multiples.product(tensor) is not None
 
 
 def _gradients(recorder: Recorder, tensor: Tensor) -> list[Region]:

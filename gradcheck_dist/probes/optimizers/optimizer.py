@@ -148,6 +148,8 @@ def stepping(
     if not (recorder.recording and recorder.trained):
         return None
     recorder.between_passes = False
+    if recorder.writes is not None:
+        recorder.writes.multiples.confirm()
     params = (param for group in optimizer.param_groups for param in group["params"])
     infos = params_of(recorder, params, owner=True, inside=inside is not None)
     by_torch = type(optimizer).__module__.startswith("torch.optim.")  # which read `.grad` of their own tensors alone

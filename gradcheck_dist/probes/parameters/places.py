@@ -66,7 +66,7 @@ class Places:
     def whose(self, tensor: Tensor, often: bool = True) -> ParamInfo | None:
         """Whose gradient a tensor is, or lies where all of one lies (`.grad.data`, a view of it). Not `often`: all
         parameters are asked once in each backward pass and once behind it."""
-        address, size = _address(tensor), getattr(tensor, "_local_tensor", tensor).numel()
+        address, size = address_of(tensor), getattr(tensor, "_local_tensor", tensor).numel()
         for all_asked in self._looks((), often) if address else ():
             index = self._at.get(address)
             if index is not None and self._measure([index]):
@@ -138,7 +138,7 @@ class Places:
         owners, addresses = self._owners, self._addresses
         for index in indices:
             owner, is_copy = owners[index]
-            address = _address(gradient_of(owner) if not is_copy else owner.param.grad)
+            address = address_of(gradient_of(owner) if not is_copy else owner.param.grad)
             if address and not is_copy and self.looked_at is not None:
                 self.looked_at(owner)  # another one may lie where an earlier one did
             if address == addresses[index]:
@@ -154,7 +154,7 @@ class Places:
         return has_moved
 
 
-def _address(tensor: Tensor | None) -> int:
+def address_of(tensor: Tensor | None) -> int:
     """Of the first element of what lies on this rank; 0 where there is no such thing."""
     if tensor is None:
         return 0

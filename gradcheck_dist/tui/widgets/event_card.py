@@ -136,7 +136,7 @@ def _facts(mark: Mark) -> list[str]:
         facts.append(f"divides the accumulated gradients by {event.divisor:g}")
     elif isinstance(event, GradWrite):
         by = f"by {number(event.factor)}" if event.factor is not None else "by no one number"
-        done = "writes into gradients" if event.op == WRITTEN else f"multiplies in place {by}"
+        done = "writes into gradients" if event.op == WRITTEN else f"multiplies gradients {by}"
         facts.append(f"a line of the trainer's {done}")
     elif isinstance(event, AmpScale):
         facts.append(f"multiplies by the loss scale {event.scale:g}")

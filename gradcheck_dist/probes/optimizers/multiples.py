@@ -1,0 +1,95 @@
+"""What gradients were multiplied into, and whether that took their place: `p.grad = p.grad / n`, `p.grad.data = ...`.
+
+A product is noted as it is made, where its line is known, and kept by address, never by itself: it may be thrown away
+(a norm is computed of it). It counts from when it is seen to be a parameter's gradient.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+from torch import Tensor
+
+from gradcheck_dist.probes.parameters.places import address_of
+from gradcheck_dist.probes.parameters.plans import ParamInfo
+from gradcheck_dist.probes.parameters.regions import gradient_of
+
+MOST_PRODUCTS = 8
+"""Of one gradient that are kept in mind at once."""
+
+
+@dataclass(eq=False)
+class Multiple:
+    """`made` out of a gradient, or of another product of its own (`p.grad / n * m`)."""
+
+    info: ParamInfo
+    made: weakref.ref[Tensor]
+    address: int
+    of: Multiple | None
+    forget: Callable[[], None]
+    """Called once if it never becomes the gradient."""
+
+
+class Multiples:
+    """Those of a step that are no gradients yet."""
+
+    def __init__(self) -> None:
+        self._open: defaultdict[int | None, list[Multiple]] = defaultdict(list)  # by parameter
+        self._by_id: dict[int, Multiple] = {}  # by the id of what was made
+        self._latest: int | None = None
+
+    def product(self, tensor: Tensor) -> Multiple | None:
+        """What this tensor is, if it is no gradient yet."""
+        found = self._by_id.get(id(tensor))
+        if found is None or found.made() is not tensor:
+            return None
+        self._confirm(found.info.id)
+        return found if found in self._open.get(found.info.id, ()) else None
+
+    def add(self, multiple: Multiple, made: Tensor) -> None:
+        self._latest = multiple.info.id
+        waiting = self._open[self._latest]
+        waiting.append(multiple)
+        self._by_id[id(made)] = multiple
+        if len(waiting) > MOST_PRODUCTS:
+            waiting.pop(0).forget()
+
+    def confirm_for(self, info: ParamInfo) -> None:
+        """Look whether this parameter's gradient, and the one that was last multiplied, are such products by now."""
+        for param in {info.id, self._latest}:
+            self._confirm(param)
+
+    def confirm(self) -> None:
+        """Look which gradients are by now."""
+        for param in list(self._open):
+            self._confirm(param)
+
+    def _confirm(self, param: int | None) -> None:
+        waiting = self._open.get(param, [])
+        kept = address_of(gradient_of(waiting[0].info)) if waiting else 0
+        now = next((one for one in reversed(waiting) if kept and one.address == kept), None)
+        if now is not None:
+            self.taken(now)
+
+    def taken(self, multiple: Multiple) -> None:
+        """It is the gradient now; others were made of one that is no more."""
+        made_of, one = set[Multiple](), cast(Multiple | None, multiple)
+        while one is not None:
+            made_of.add(one)
+            one = one.of
+        for other in self._open.pop(multiple.info.id, ()):
+            if other not in made_of:
+                other.forget()
+
+    def end(self) -> None:
+        """A step is over: what is no gradient now will be none."""
+        self.confirm()
+        for waiting in self._open.values():
+            for one in waiting:
+                one.forget()
+        self._open.clear()
+        self._by_id.clear()
