@@ -286,14 +286,25 @@ def by_copies(model: nn.Module) -> None:
         grad.copy_(torch.div(grad, 3))  # here
 
 
-@pytest.mark.parametrize("doing", [by_columns, by_a_part, by_copies])
+def by_a_difference(model: nn.Module) -> None:
+    for grad in gradients(model):
+        grad -= grad * (2 / 3)  # here
+
+
+def by_a_decay(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.grad.add_(param.data, alpha=0.05)  # here
+
+
+@pytest.mark.parametrize("doing", [by_columns, by_a_part, by_copies, by_a_difference, by_a_decay])
 def test_lines_that_write_something_are_told_beside_the_two_events(
     tmp_path: Path, doing: Callable[[nn.Module], None]
 ) -> None:
     report = train(tmp_path / "run", doing)
     told = [*report.reasons, *(finding.explanation for finding in report.findings)]
     assert any(f"{Path(__file__).name}:{line_of(doing)} writes to " in words for words in told)
-    assert [finding.factor.exact for finding in report.findings] == (["1/3"] if doing is by_copies else [])
+    exact = ["1/3"] if doing in (by_copies, by_a_difference) else []
+    assert [finding.factor.exact for finding in report.findings] == exact
 
 
 def test_a_line_whose_number_is_one_of_degrees_in_one_step_is_told_once(tmp_path: Path) -> None:

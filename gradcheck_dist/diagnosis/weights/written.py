@@ -6,6 +6,8 @@ import sys
 from collections.abc import Mapping
 from math import isfinite, log2
 
+import numpy as np
+
 from gradcheck_dist.diagnosis.weights.factors import exact_fraction, name_number
 from gradcheck_dist.events import SCALED, Event, GradWrite
 from gradcheck_dist.ledger.tracks import StepData
@@ -14,6 +16,8 @@ Measured = tuple[float, float]
 """(value, relative tolerance)"""
 EXACT = sys.float_info.epsilon
 MOST_WRITTEN = 2.0**24
+MOST_IN_FLOAT32 = 2.0**12
+"""Beyond it a computed number of float32 is one over a whole one too often."""
 VAGUE = 1e-3
 """With a wider tolerance than this every number is near to one that people write."""
 SIMPLE = 3.5
@@ -55,7 +59,15 @@ def is_exactly_written(factor: float | None) -> bool:
         return False
     size = abs(factor)
     whole = [one for one in (size, 1 / size) if one <= MOST_WRITTEN and abs(one - round(one)) <= 4 * EXACT * one]
-    return bool(whole) or float(f"{size:.2e}") == size
+    return bool(whole) or float(f"{size:.2e}") == size or _is_rounded(size)
+
+
+def _is_rounded(size: float) -> bool:
+    """Whether it is float32's nearest to such a number (a tensor's): of computed ones one in 10^4 is."""
+    if not np.finfo(np.float32).tiny < size < MOST_IN_FLOAT32 or np.float32(size) != size:
+        return False
+    near = [float(f"{size:.2e}"), *(1 / round(1 / size) for _ in range(1 / MOST_IN_FLOAT32 < size < 1))]
+    return any(np.float32(one) == size for one in near)
 
 
 def number_of_line(event: Event) -> float | None:

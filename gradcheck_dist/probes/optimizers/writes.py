@@ -4,8 +4,7 @@ put a multiple of one in its place (`p.grad = p.grad / n`).
 What they do to a gradient is measured like everything that happens between two samples; this probe tells their lines.
 A buffer in which gradients lie is known by address, one in which they were reduced by value, and its line is theirs.
 Other tensors that are multiplied by a number in between may be buffers of gradients, and are noted as nobody's. What a
-gradient was multiplied into may become one (`multiples.py`). One that is added to is not seen: optimizers add to each
-of their own tensors, which would wait for it.
+gradient was multiplied into may become one (`multiples.py`).
 
 Methods are replaced on torch.Tensor, so `self` may be any tensor of the process: one attribute is asked, and between
 backward passes and the optimizer one address. A class with a `__torch_function__` of its own is given torch's method,
@@ -37,11 +36,12 @@ from gradcheck_dist.probes.recording.patching import Patches
 from gradcheck_dist.probes.recording.recorder import Recorder, guarded
 from gradcheck_dist.probes.recording.sites import caller_site
 
-MUL, DIV = "mul", "div"
+MUL, DIV, COPY = "mul", "div", "copy"
 METHODS = {
     "mul_": MUL, "multiply_": MUL, "__imul__": MUL,
     "div_": DIV, "divide_": DIV, "true_divide_": DIV, "__itruediv__": DIV,
-    "copy_": WRITTEN, "__setitem__": WRITTEN, "clamp_": WRITTEN, "masked_fill_": WRITTEN,
+    "copy_": COPY, "__setitem__": WRITTEN, "clamp_": WRITTEN, "masked_fill_": WRITTEN,
+    "add_": WRITTEN, "__iadd__": WRITTEN, "sub_": WRITTEN, "__isub__": WRITTEN,
 }  # fmt: skip
 MOST_OTHERS = 64
 """Calls in a step, on tensors that are nobody's gradient, of which the lines are kept."""
@@ -109,7 +109,7 @@ def _watch_many(recorder: Recorder, writes: Writes, op: str, original: Callable[
 def seen(recorder: Recorder, writes: Writes, op: str, tensors: Sequence[Tensor], other: Any) -> None:
     if recorder.suspended:
         return
-    scales = op != WRITTEN
+    scales = op in (MUL, DIV)
     number = _Number.of(other, op) if scales else None
     if len(tensors) == 1 and (of := writes.multiples.product(tensors[0])) is not None:
         writes.note_product(of.info, tensors[0], of, caller_site(), number)
@@ -119,7 +119,7 @@ def seen(recorder: Recorder, writes: Writes, op: str, tensors: Sequence[Tensor],
         infos, done = parts, WRITTEN
     if not infos and number is not None:
         infos = writes.in_buffers(tensors)
-    if isinstance(other, Tensor) and (of := writes.multiples.product(other)) is not None and infos == [of.info]:
+    if op == COPY and (of := writes.multiples.product(other)) is not None and infos == [of.info]:
         writes.multiples.taken(of)  # `p.grad.copy_(p.grad / n)`
         return
     if infos or (number is not None and number.factor != 1 and _may_be_gradients(tensors)):
@@ -156,7 +156,9 @@ class _Number:
 
     @classmethod
     def of(cls, other: Any, op: str) -> _Number | None:
-        """None where it is no one number, or zero, or one by which zero is divided."""
+        """None where it is no one number here (a DTensor's share of one is none), or zero, or one that divides zero."""
+        if not all(one.is_replicate() for one in getattr(other, "placements", ())):
+            return None
         if isinstance(other, Tensor) and not is_host(other):
             plain = type(other) is Tensor and other.numel() == 1 and not other.is_complex()
             return cls(None, other, op) if plain else None
@@ -263,7 +265,7 @@ class Writes:
         """What is `made` of a gradient, or of a product of its own, may come into its place."""
         if of is None:
             self.multiples.confirm_for(info)
-        line = self.note([info], site, number, SCALED if number is not None else WRITTEN)
+        line = self.note([info], site, number, SCALED)
         if line is not None:
             forget = functools.partial(line.infos.pop, info.id, None)
             self.multiples.add(Multiple(info, weakref.ref(made), address_of(made), of, forget), made)
