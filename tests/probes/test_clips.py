@@ -122,7 +122,7 @@ def different_steps(run_dir: Path, finish: Finish, num: int, dtype: torch.dtype 
 
 def forget(model: nn.Module) -> None:
     for param in model.parameters():
-        param.grad = param.grad * 0.0371  # type: ignore[operator]
+        param.grad = torch.mul(param.grad, 0.0371)  # type: ignore[arg-type]
 
 
 def to_unit_length(model: nn.Module) -> None:
@@ -160,7 +160,7 @@ class DivideAgain:
     def __call__(self, model: nn.Module) -> None:
         self.tokens += 8
         for param in model.parameters():
-            param.grad = param.grad / self.tokens  # type: ignore[operator]
+            param.grad = torch.div(param.grad, self.tokens)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("steps", "code"), [(1, "GS501"), (3, "GS000")])

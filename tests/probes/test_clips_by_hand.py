@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from pathlib import Path
 
@@ -385,7 +386,7 @@ def test_a_clip_that_is_seen_is_no_part_of_what_sets_passes_apart(tmp_path: Path
 
 @pytest.mark.parametrize(
     ("scale", "times", "verdict"),
-    [(1.0, torch.mul, "clean"), (512.0, torch.mul, "undetermined"), (512.0, torch.Tensor.__mul__, "clean")],
+    [(1.0, torch.mul, "clean"), (512.0, torch.mul, "undetermined"), (512.0, operator.mul, "clean")],
 )
 def test_tokens_and_a_loss_scale_that_an_assignment_divides_by_at_once_accuse_nobody(
     tmp_path: Path, scale: float, times: Callable[..., torch.Tensor], verdict: str

@@ -212,13 +212,13 @@ def test_what_lines_by_hand_divide_by_hides_no_repetition(tmp_path: Path) -> Non
 
 
 def test_one_loss_of_whose_repetition_a_half_may_be_gone_is_told_as_one(tmp_path: Path) -> None:
-    """What an assignment divides by is not seen: half of two gradients is as much as one of them."""
+    """What one of torch's functions divides by is not seen: half of two gradients is as much as one of them."""
 
     def replaced(model: nn.Sequential, losses: list[Tensor]) -> None:
         twice(model, [loss * 2 for loss in losses])
         for param in model.parameters():
             assert param.grad is not None
-            param.grad = param.grad / 2
+            param.grad = torch.div(param.grad, 2)
 
     report = train(tmp_path, replaced)
     assert (report.verdict, report.findings) == ("undetermined", [])

@@ -41,20 +41,24 @@ def free_of_scales(data: StepData, contributions: Contributions, every: Sequence
                 known[key] = _scale(data, one, gap, scales)
             scale, documented = known[key], one.account.documented
             if documented > 0 and abs(log(documented / scale)) < abs(log(documented)):
-                gaps[index], root = replace(gap, factor=gap.factor * scale), root / scale
+                gaps[index] = replace(gap, factor=gap.factor * scale, written=gap.written / scale)
+                root /= scale
                 break
         old = one.account
         one.account = Account(root, old.steps, gaps, old.arrived, old.leaf, old.by_hand)
 
 
 def _scale(data: StepData, one: Judged, gap: Gap, scales: Sequence[float]) -> float:
-    """What lines of the trainer's own take out of a gradient in a bracket; 1 where nothing. `scales`: those by which
-    lines multiply all losses."""
+    """What lines of the trainer's own take out of a gradient in a bracket, or have to; 1 where nothing. `scales`: those
+    by which lines multiply all losses. One that is known is the losses', whatever another line divides by."""
     track = data.tracks[one.held.param].get(gap.rank)
     if track is None or gap.inside:
         return 1.0
     for event in between(data, culprit_of_gap(gap, one.account), gap.rank):
         written = isinstance(event, GradWrite) and track.param.id in data.params_of(gap.rank, event.params)
         if written and (scale := scale_of(event)) is not None:
-            return scale
-    return next((scale for scale in scales if abs(gap.factor * scale - 1) <= SAME), 1.0)
+            return scales[0] if len(scales) == 1 else scale
+    removed = [scale for scale in scales if abs(gap.factor * scale - 1) <= SAME]
+    if not removed and len(scales) == 1 and gap.factor > 0 and is_scale(1 / gap.factor, SAME):
+        return scales[0]
+    return removed[0] if removed else 1.0

@@ -326,7 +326,7 @@ def line_between(
         event
         for event in data.events[rank]
         if isinstance(event, GradWrite) and event.site is not None and begin < event.seq < end
-        if event.op != WRITTEN or event.factor is not None
+        if event.factor != 1 and (event.op != WRITTEN or event.factor is not None)
     ]
     owners = {one.seq: set(data.params_of(rank, one.params)) for one in between if one.params is not None}
     others = [one for one in between if params.isdisjoint(owners.get(one.seq, ()))]

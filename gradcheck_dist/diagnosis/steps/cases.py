@@ -221,7 +221,8 @@ def _case(verdict: StepVerdict, blamed: Blame, judged: list[Held]) -> Case:
     write = write or line_between(verdict.data, case.culprit, case.held, off, allowed)
     if write is not None:
         culprit = case.culprit
-        if culprit.unrecorded and culprit.factor and culprit.nominal:  # what other lines do there is not this one's
+        alone = culprit.factor and write.factor and abs(write.factor / culprit.factor - 1) <= max(1e-3, allowed)
+        if culprit.unrecorded and culprit.factor and culprit.nominal and not alone:  # what other lines do there
             culprit = replace(culprit, factor=culprit.factor / culprit.nominal, nominal=1.0)
         case.culprit = replace(culprit, write=write, rank=rank_of(verdict.data, write))
     else:

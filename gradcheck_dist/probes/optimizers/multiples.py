@@ -30,14 +30,30 @@ class Multiple:
     made: weakref.ref[Tensor]
     address: int
     of: Multiple | None
-    forget: Callable[[], None]
-    """Called once if it never becomes the gradient."""
+    infos: dict[int, ParamInfo]
+    """To whose gradients the line did this, as far as is known; shared by its calls."""
+
+    def forget(self) -> None:
+        """It never becomes the gradient."""
+        self.infos.pop(self.info.id, None)
+
+    def goes_to(self, owner: ParamInfo) -> None:
+        """It is another one's: of the copy that an optimizer steps."""
+        self.forget()
+        self.infos[owner.id] = owner
+        if self.of is not None:
+            self.of.goes_to(owner)
 
 
 class Multiples:
-    """Those of a step that are no gradients yet."""
+    """Those of a step that are no gradients yet.
 
-    def __init__(self) -> None:
+    Args:
+        whose: whose gradient a tensor is, if anybody's.
+    """
+
+    def __init__(self, whose: Callable[[Tensor], ParamInfo | None]) -> None:
+        self._whose = whose
         self._open: defaultdict[int | None, list[Multiple]] = defaultdict(list)  # by parameter
         self._by_id: dict[int, Multiple] = {}  # by the id of what was made
         self._latest: int | None = None
@@ -65,8 +81,12 @@ class Multiples:
 
     def confirm(self) -> None:
         """Look which gradients are by now."""
-        for param in list(self._open):
+        for param, waiting in list(self._open.items()):
             self._confirm(param)
+            for one in waiting if param in self._open else ():
+                if (made := one.made()) is not None and (owner := self._whose(made)) is not None:
+                    one.goes_to(owner)
+                    self.taken(one)
 
     def _confirm(self, param: int | None) -> None:
         waiting = self._open.get(param, [])

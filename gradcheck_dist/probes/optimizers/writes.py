@@ -217,7 +217,7 @@ class Writes:
         self._recorder = recorder
         self._num_others = 0
         self._waiting: list[Line] = []
-        self.multiples = Multiples()
+        self.multiples = Multiples(functools.partial(recorder.places.whose, often=False))
 
     def whose(self, tensors: Sequence[Any], often: bool = True) -> list[ParamInfo]:
         """Whose `.grad` these tensors are, or lie where one lies (`.grad.data`, a view of all of it). `often`: as
@@ -267,8 +267,7 @@ class Writes:
             self.multiples.confirm_for(info)
         line = self.note([info], site, number, SCALED)
         if line is not None:
-            forget = functools.partial(line.infos.pop, info.id, None)
-            self.multiples.add(Multiple(info, weakref.ref(made), address_of(made), of, forget), made)
+            self.multiples.add(Multiple(info, weakref.ref(made), address_of(made), of, line.infos), made)
 
     def tell(self) -> None:
         """Emit what was seen."""
