@@ -89,8 +89,11 @@ def on_device() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def nothing_stays_compiled() -> Iterator[None]:
-    """What torch.compile keeps tells `--verify` that a process compiles: of one test it must not reach the next."""
+    """What torch.compile keeps tells `--verify` that a process compiles: of one test it must not reach the next, and
+    neither must the hook that stays for it."""
     yield
     frame = sys.modules.get("torch._dynamo.eval_frame")
     if getattr(frame, "cached_backends", None):
         sys.modules["torch._dynamo"].reset()
+    if (module_calls := sys.modules.get("gradcheck_dist.probes.recording.module_calls")) is not None:
+        module_calls.remove()

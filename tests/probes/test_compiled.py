@@ -314,6 +314,51 @@ def test_torchs_functions_are_known_to_the_compiler_with_the_probes_and_without(
         assert all(torch.equal(one, other) for one, other in zip(flat, whole, strict=True))
 
 
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.inner(x)) * 2
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_compiled_module_is_compiled_once(tmp_path: Path, beside: bool) -> None:
+    """With the first call, and not again where probes that wait for a module's call begin or end to do so. `beside`: what
+    steps is an optimizer by hand."""
+    graphs: list[Any] = []
+
+    def counting(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    model: Any = nn.Sequential(nn.Embedding(VOCABULARY, 8), torch.compile(Block(), backend=counting), nn.Linear(8, 20))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train(step: int) -> None:
+        for tokens, labels in batches(step):
+            F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten()).backward()
+        if beside:
+            with torch.no_grad():
+                for param in model.parameters():
+                    param -= 0.1 * param.grad
+                    param.grad = None
+        else:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with gradcheck_dist.attach(tmp_path / "run", steps="0:2"):
+        for step in range(STEPS):
+            train(step)
+    train(STEPS)
+    assert len(graphs) == 1
+    with gradcheck_dist.attach(tmp_path / "again"):
+        train(STEPS + 1)
+    train(STEPS + 2)
+    assert len(graphs) == 1
+
+
 def test_torchs_functions_are_compiled_by_themselves(tmp_path: Path) -> None:
     logits, labels = torch.randn(6, 4, requires_grad=True), torch.arange(6) % 4
     with gradcheck_dist.attach(tmp_path / "run"):

@@ -22,9 +22,8 @@ from gradcheck_dist.events import BEFORE
 from gradcheck_dist.probes.backward.forwards import Forwards
 from gradcheck_dist.probes.backward.roots import Root, roots_of
 from gradcheck_dist.probes.parameters.registry import ParamInfo, originals
-from gradcheck_dist.probes.recording import captured
+from gradcheck_dist.probes.recording import captured, module_calls
 from gradcheck_dist.probes.recording.captured import BACKWARD
-from gradcheck_dist.probes.recording.dynamo import QuietHooks
 from gradcheck_dist.probes.recording.patching import Patches
 from gradcheck_dist.probes.recording.recorder import BackwardPass, Recorder, guarded
 from gradcheck_dist.probes.recording.threads import OUTSIDE, graph_task
@@ -214,8 +213,7 @@ class Discovery:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._handle: Any = None
-        self._quiet = QuietHooks()
+        self._listening: Callable[[], None] | None = None
         self._hooks: list[Any] = []
         self._own: dict[int, tuple[ParamInfo, Any]] = {}  # by leaf, its parameter and our hook
         self._hooked: set[int] = set()
@@ -228,10 +226,9 @@ class Discovery:
         self._later = 0  # regions under way whose gradients are computed when they are run again in backward
 
     def start(self) -> None:
-        if self._handle is None:
+        if self._listening is None:
             self._called.clear()
-            self._quiet.begin()
-            self._handle = nn.modules.module.register_module_forward_pre_hook(self._on_call)
+            self._listening = module_calls.listen(self._on_call)
 
     def look_again(self) -> None:
         """Parameters have come that nobody watches, it may be in modules that are known: the next outermost call names
@@ -266,7 +263,7 @@ class Discovery:
     def called(self, optimizer: Any) -> set[int]:
         """The ids of the parameters whose own module was seen to be called before this step. Once the hook is off, an
         optimizer that steps for the first time (behind another one) is told what was called until then."""
-        if self._handle is None and optimizer in self._asked:
+        if self._listening is None and optimizer in self._asked:
             return set()
         self._asked.add(optimizer)
         modules = self._recorder.registry.known_modules
@@ -274,10 +271,9 @@ class Discovery:
         return {id(param) for owner in owners for param in owner._parameters.values() if param is not None}
 
     def stop(self) -> None:
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
-            self._quiet.end()
+        if self._listening is not None:
+            self._listening()
+            self._listening = None
 
     def remove_hooks(self) -> None:
         for hook in self._hooks:

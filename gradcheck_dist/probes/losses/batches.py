@@ -4,24 +4,23 @@ They tell passes that evaluate one batch again from passes of another batch, who
 emptied before the optimizer comes. Where parameters were moved in between (sharpness-aware training), what a pass was
 given does not tell: its closure may draw noise anew.
 
-The hook that finds parameters in a first step sees what modules are given. Later one of its own waits for the module
-that is called next, where losses have no labels.
+What finds parameters in a first step sees what modules are given. Later the module that is called next is waited for,
+where losses have no labels.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gradcheck_dist.compiling import compiles
 from gradcheck_dist.probes.backward import autograd
 from gradcheck_dist.probes.losses.loss_graph import MAX_NODES, MODEL, name_of, operands_of, saved
 from gradcheck_dist.probes.parameters.stand_ins import is_host, is_plain
-from gradcheck_dist.probes.recording.dynamo import QuietHooks
+from gradcheck_dist.probes.recording import module_calls
 from gradcheck_dist.probes.recording.marks import subtracted
 from gradcheck_dist.probes.recording.patching import Patches
 from gradcheck_dist.probes.recording.recorder import BackwardPass, Recorder, guarded
@@ -44,8 +43,7 @@ class Batches:
         self._asks = False
         self._step = -1
         self._values: list[Any] = []  # of some parameters, when the last pass of that step began
-        self._handle: Any = None
-        self._quiet = QuietHooks()
+        self._listening: Callable[[], None] | None = None
 
     def called(self, given: Sequence[Any]) -> None:
         """A module is called with gradients enabled."""
@@ -66,9 +64,8 @@ class Batches:
         """A backward pass is over."""
         self._waits, self._given = True, None
         self._asks |= current.targets is not None
-        if self._asks and self._recorder.samples_upcoming and self._handle is None and not compiles():
-            self._quiet.begin()
-            self._handle = nn.modules.module.register_module_forward_pre_hook(self._on_call)
+        if self._asks and self._recorder.samples_upcoming and self._listening is None and module_calls.is_free():
+            self._listening = module_calls.listen(self._on_call)
 
     def stop(self) -> None:
         self._asks = False
@@ -80,10 +77,9 @@ class Batches:
             note(self._recorder, self, given)
 
     def _rest(self) -> None:
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
-            self._quiet.end()
+        if self._listening is not None:
+            self._listening()
+            self._listening = None
 
 
 def install(recorder: Recorder, patches: Patches) -> None:

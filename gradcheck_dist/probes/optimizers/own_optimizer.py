@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.overrides import handle_torch_function, has_torch_function
 
@@ -40,6 +39,7 @@ from gradcheck_dist.probes.optimizers.norms import record_norms, record_taken, t
 from gradcheck_dist.probes.parameters.regions import main_grad_of
 from gradcheck_dist.probes.parameters.registry import LocalPlan, ParamInfo
 from gradcheck_dist.probes.parameters.stand_ins import is_host
+from gradcheck_dist.probes.recording import module_calls
 from gradcheck_dist.probes.recording.deferred import stacked
 from gradcheck_dist.probes.recording.dynamo import untraced
 from gradcheck_dist.probes.recording.patching import Patches
@@ -63,7 +63,7 @@ class OwnOptimizer:
         self._begun = False  # whether a backward pass came since the last step
         self._noted: list[Noted] = []
         self.grads: dict[int, tuple[ParamInfo, Tensor]] = {}  # by parameter
-        self._forward: Any = None  # a hook that waits for the next module that is called, while gradients are held
+        self._forward: Callable[[], None] | None = None  # ends the wait for a module's call while gradients are held
         self._replaced: set[int] = set()  # parameters in the place of whose gradient another one was seen
         self._zero: set[int] = set()  # parameters whose gradient is zero as it came
         self._emptied: dict[int, tuple[LocalPlan, Tensor]] = {}  # by parameter, what was read before it was emptied
@@ -113,7 +113,7 @@ class OwnOptimizer:
         self._zero.update(key for key, grad in arrived.items() if not _is_there(grad))
         self.note([info.param for info, _ in self.grads.values() if not info.regions])
         if self._forward is None:
-            self._forward = register_module_forward_pre_hook(self._called)
+            self._forward = module_calls.listen(self._called)
 
     def _looked_at(self, info: ParamInfo) -> None:
         """A gradient was looked at: one that a line put in the place of what the pass left is what will be read
@@ -147,7 +147,7 @@ class OwnOptimizer:
     def rest(self) -> None:
         """Wait for no module."""
         if self._forward is not None:
-            self._forward.remove()
+            self._forward()
             self._forward = None
 
     def idles(self) -> None:
@@ -155,7 +155,7 @@ class OwnOptimizer:
         known = self._recorder.registry.infos() if not self._noted else ()
         self.note([info.param for info in known if info.param.requires_grad and not info.regions] if known else None)
         if self._forward is None:
-            self._forward = register_module_forward_pre_hook(self._called)
+            self._forward = module_calls.listen(self._called)
 
     def note(self, params: list[Tensor] | None = None) -> None:
         """Note what parameters hold when a step has begun; None: of those that were noted before."""
