@@ -325,8 +325,8 @@ class Block(nn.Module):
 
 @pytest.mark.parametrize("beside", [False, True])
 def test_a_compiled_module_is_compiled_once(tmp_path: Path, beside: bool) -> None:
-    """With the first call, and not again where probes that wait for a module's call begin or end to do so. `beside`: what
-    steps is an optimizer by hand."""
+    """With the first call, and not again where probes that wait for a module's call begin or end to do so. `beside`: an
+    optimizer by hand steps."""
     graphs: list[Any] = []
 
     def counting(graph: Any, _: Any) -> Any:

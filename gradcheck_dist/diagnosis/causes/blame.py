@@ -160,7 +160,7 @@ def _blame(
         recorded(contributions, [one for one in wrong if still_wrong(one)], right, around)
     blame_losses(contributions, [one for one in wrong if not one.shares], noisy)
     _join_noisy(every)
-    _join_made_up(wrong, came_right)
+    _join_made_up(every, wrong, came_right)
     put_together(halves)
     _join_missing(every)
     return _collect(every)
@@ -193,9 +193,9 @@ def _befell_right_ones(wrong: Sequence[Judged], came_right: Sequence[Judged]) ->
     )
 
 
-def _join_made_up(wrong: Sequence[Judged], came_right: Sequence[Judged]) -> None:
+def _join_made_up(every: Sequence[Judged], wrong: Sequence[Judged], came_right: Sequence[Judged]) -> None:
     """Losses and what nobody recorded behind them are one law where some weights come out right by both: a buffer that
-    each pass divides once more makes 1/2, 1 and 2 of 2, 2 and 2."""
+    each pass divides once more makes 1/2, 1 and 2 of 2, 2 and 2. What shares the fate of wrong ones shares the law."""
     found = {culprit.identity: culprit for one in wrong for culprit, _ in one.shares}
     losses = next((one for one in found.values() if one.kind == "loss"), None)
     behind = next((one for one in found.values() if one.kind != "loss" and one.unrecorded), None)
@@ -206,7 +206,7 @@ def _join_made_up(wrong: Sequence[Judged], came_right: Sequence[Judged]) -> None
         for one in came_right
     )
     if made_up:
-        for one in (one for one in wrong if one.shares):
+        for one in (one for one in every if one.shares and found.keys() >= {each.identity for each, _ in one.shares}):
             whole = replace(losses, factor=one.cell.ratio, nominal=1.0, unrecorded=True, before=behind.before)
             one.shares = [(whole, one.cell.ratio)]
 
