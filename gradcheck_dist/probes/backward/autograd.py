@@ -25,7 +25,7 @@ from gradcheck_dist.probes.parameters.registry import ParamInfo, originals
 from gradcheck_dist.probes.recording import captured, module_calls
 from gradcheck_dist.probes.recording.captured import BACKWARD
 from gradcheck_dist.probes.recording.patching import Patches
-from gradcheck_dist.probes.recording.recorder import BackwardPass, Recorder, guarded
+from gradcheck_dist.probes.recording.recorder import BackwardPass, Recorder, guarded, kept_away
 from gradcheck_dist.probes.recording.threads import OUTSIDE, graph_task
 
 ROOT_LISTENERS: list[Callable[[Recorder, nn.Module], None]] = []
@@ -228,7 +228,7 @@ class Discovery:
     def start(self) -> None:
         if self._listening is None:
             self._called.clear()
-            self._listening = module_calls.listen(self._on_call)
+            self._listening = module_calls.listen(kept_away(self._recorder, "autograd", self._on_call))
 
     def look_again(self) -> None:
         """Parameters have come that nobody watches, it may be in modules that are known: the next outermost call names

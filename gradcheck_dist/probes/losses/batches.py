@@ -23,7 +23,7 @@ from gradcheck_dist.probes.parameters.stand_ins import is_host, is_plain
 from gradcheck_dist.probes.recording import module_calls
 from gradcheck_dist.probes.recording.marks import subtracted
 from gradcheck_dist.probes.recording.patching import Patches
-from gradcheck_dist.probes.recording.recorder import BackwardPass, Recorder, guarded
+from gradcheck_dist.probes.recording.recorder import BackwardPass, Recorder, guarded, kept_away
 from gradcheck_dist.stats import memory
 
 MAX_TENSORS, MAX_ELEMENTS = 8, 1 << 20
@@ -65,7 +65,7 @@ class Batches:
         self._waits, self._given = True, None
         self._asks |= current.targets is not None
         if self._asks and self._recorder.samples_upcoming and self._listening is None and module_calls.is_free():
-            self._listening = module_calls.listen(self._on_call)
+            self._listening = module_calls.listen(kept_away(self._recorder, "unseen", self._on_call))
 
     def stop(self) -> None:
         self._asks = False

@@ -43,7 +43,7 @@ from gradcheck_dist.probes.recording import module_calls
 from gradcheck_dist.probes.recording.deferred import stacked
 from gradcheck_dist.probes.recording.dynamo import untraced
 from gradcheck_dist.probes.recording.patching import Patches
-from gradcheck_dist.probes.recording.recorder import BackwardPass, Recorder, guarded
+from gradcheck_dist.probes.recording.recorder import BackwardPass, Recorder, guarded, kept_away
 from gradcheck_dist.probes.recording.samples import elements
 from gradcheck_dist.probes.recording.sites import caller_site
 from gradcheck_dist.stats.norms import PendingNorms
@@ -113,7 +113,7 @@ class OwnOptimizer:
         self._zero.update(key for key, grad in arrived.items() if not _is_there(grad))
         self.note([info.param for info, _ in self.grads.values() if not info.regions])
         if self._forward is None:
-            self._forward = module_calls.listen(self._called)
+            self._forward = module_calls.listen(kept_away(self._recorder, "own_optimizer", self._called))
 
     def _looked_at(self, info: ParamInfo) -> None:
         """A gradient was looked at: one that a line put in the place of what the pass left is what will be read
@@ -155,7 +155,7 @@ class OwnOptimizer:
         known = self._recorder.registry.infos() if not self._noted else ()
         self.note([info.param for info in known if info.param.requires_grad and not info.regions] if known else None)
         if self._forward is None:
-            self._forward = module_calls.listen(self._called)
+            self._forward = module_calls.listen(kept_away(self._recorder, "own_optimizer", self._called))
 
     def note(self, params: list[Tensor] | None = None) -> None:
         """Note what parameters hold when a step has begun; None: of those that were noted before."""

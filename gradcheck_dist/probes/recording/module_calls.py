@@ -34,7 +34,8 @@ def listen(listener: Listener) -> Callable[[], None]:
         _hook = register_module_forward_pre_hook(_called)
 
     def stop() -> None:
-        _listeners.remove(listener)
+        if listener in _listeners:
+            _listeners.remove(listener)
         if not (_listeners or compiles()):
             remove()
 
