@@ -114,7 +114,7 @@ def settle(
     mine = [one for one in wrong if not any(culprit.absent for culprit, _ in one.shares)]
     known = [row for one, gaps in right if (row := _with_gaps(one, gaps)) is not None]
     rows = {id(one): _with_gaps(one, one.shares) for one in mine}
-    search = Search(_few([row for row in rows.values() if row is not None]), _few(known), around.quantities)
+    search = Search(few_rows([row for row in rows.values() if row is not None]), few_rows(known), around.quantities)
     fits = search.best()
     if not fits or not all(row is not None and search.explains(row, fits[0]) for row in rows.values()):
         return False
@@ -170,20 +170,25 @@ def _brought(account: Account, culprit: Culprit) -> bool:
     return first is not None and culprit.event is first.start and culprit.before is first.end
 
 
-def _few(rows: list[Row]) -> list[Row]:
+def few_rows(rows: list[Row]) -> list[Row]:
     """Of rows to which the same hands did something the best measured one, and those that came out otherwise."""
     found: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
         found.setdefault((row.account.doings, tuple(hand for hand, _ in row.gaps)), []).append(row)
     few = []
     for members in found.values():
-        ordered = sorted(members, key=lambda row: row.documented)
         best = min(members, key=lambda row: row.allowed)
         best = replace(best, carried_by=next((row.carried_by for row in members if row.carried_by is not None), None))
-        apart = [row for row in (ordered[0], ordered[-1]) if abs(row.documented - best.documented)
-                 > (row.allowed + best.allowed) * max(abs(row.documented), abs(best.documented))]  # fmt: skip
-        few += [best, *apart]
+        # The farthest one may be so for its noise alone, and hide others that are known to be apart.
+        apart = sorted((row for row in members if _are_apart(row, best)), key=lambda row: row.documented)
+        less = [row for row in apart if row.documented < best.documented]
+        few += [best, *less[:1], *apart[len(less) :][-1:]]
     return few
+
+
+def _are_apart(row: Row, other: Row) -> bool:
+    allowed = (row.allowed + other.allowed) * max(abs(row.documented), abs(other.documented))
+    return abs(row.documented - other.documented) > allowed
 
 
 def _rows(cells: list[Judged]) -> list[Row]:
