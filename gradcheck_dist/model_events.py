@@ -161,7 +161,8 @@ class Backward(Event, tag="backward"):
     `returned`: the gradients were handed to the caller (torch.autograd.grad) and not accumulated. `first_of_forward`:
     the accumulation step of the first pass that differentiated this one's forward pass, which kept its graph
     (retain_graph); None where it is this one, as far as was seen. `onto_itself`: the parameters at which what arrived
-    lay in the memory of `.grad`, which an earlier pass had left, so that autograd added it to itself.
+    lay in the memory of `.grad`, which an earlier pass had left, so that autograd added it to itself. `inputs_hash`: a
+    checksum of what the first module was given since the pass before, where that was looked at and no parameter moved.
     """
 
     accumulation_step: Index
@@ -173,6 +174,7 @@ class Backward(Event, tag="backward"):
     returned: bool = False
     first_of_forward: Index | None = None
     onto_itself: int | None = None
+    inputs_hash: int | None = None
 
 
 class StageGradient(Event, tag="stage_gradient"):

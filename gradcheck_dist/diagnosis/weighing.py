@@ -81,7 +81,7 @@ class Assumed:
     """What a step is taken for. `drop_lost`: passes whose gradients were thrown away are meant so. `alone`: ranks that
     reduce no gradients between them train models of their own. `given`: weights at losses are those that these losses'
     own backwards gave, and not those that arrived there. `aside`: by rank, passes whose losses are none of the step's.
-    `one_batch`: passes of the same labels evaluate one batch.
+    `one_batch`: passes of the same labels, inputs or targets evaluate one batch.
     """
 
     drop_lost: bool = False
@@ -229,7 +229,8 @@ def weigh(
     measurements: Measurements,
 ) -> Weighed | None:
     """Lay observed weights beside expected ones; None where too little of the step is known for that."""
-    data, contributions, context = verdict.data, verdict.contributions, verdict.context
+    data, context = verdict.data, verdict.context
+    contributions = replace(verdict.contributions, one_batch=assumed.one_batch)
     if verdict.lost or not tokens_known(run, data) or passes_unmatched(data) or out_of_sight(data):
         return None
     if numbered_apart(data):
@@ -271,7 +272,7 @@ def weigh(
         context.objective, context.objective_from = samples.OBJECTIVE, samples.INFERRED
     told = (aimed_at, context.objective, data, measured)
     means = task_by_task(*told) or kind_by_kind(*told) or source_by_source(*told)
-    means = means or loss_by_loss(*told, one_batch=assumed.one_batch)
+    means = means or loss_by_loss(*told)
     target = means.aim
     context.judged_on(target.contributions)
     context.models = independent(data, target.contributions)

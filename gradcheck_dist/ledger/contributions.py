@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from gradcheck_dist.events import DATA_PARALLEL, FUNCTION, Backward, Event, Loss, LossGradient, PipelineStep, Reduce
 from gradcheck_dist.ledger.combined_losses import collectives_on_numbers, with_collectives
@@ -46,7 +46,7 @@ class Contribution:
     `weight` is the weight of one token's loss in the backward root; None when no loss was seen. `spread` is the
     relative spread of that weight over the tokens or loss calls of this contribution (0 when it is the same for all);
     `num_losses` are these calls, `lines` where they were made, `samples` what weighs alike in them, as far as it is
-    known.
+    known. `given` is a checksum of what its first module was given.
     """
 
     key: ContributionKey
@@ -62,6 +62,7 @@ class Contribution:
     num_losses: int = 1
     lines: frozenset[str] = frozenset()
     samples: Samples | None = None
+    given: int | None = None
 
     @property
     def weighs_nothing(self) -> bool:
@@ -73,7 +74,8 @@ class Contribution:
 class Contributions:
     """All contributions of a step, and how ranks map to data coordinates. `coordinate_from` is "declared" or says what
     they were inferred from. `groups`: the data coordinates of each group of some ranks that reduced something. `lost`:
-    passes that left nothing and are taken for no part of the step, though a program may have counted them."""
+    passes that left nothing and are taken for no part of the step, though a program may have counted them. `one_batch`:
+    all passes evaluate one batch, as other steps tell."""
 
     by_key: dict[ContributionKey, Contribution] = field(default_factory=dict)
     coordinate: dict[int, int] = field(default_factory=dict)
@@ -81,6 +83,7 @@ class Contributions:
     problems: list[str] = field(default_factory=list)
     groups: tuple[tuple[int, ...], ...] = ()
     lost: frozenset[ContributionKey] = frozenset()
+    one_batch: bool = False
 
     @property
     def num_tokens(self) -> int | None:
@@ -91,6 +94,11 @@ class Contributions:
     @property
     def num_coordinates(self) -> int:
         return len(set(self.coordinate.values()))
+
+    @property
+    def losses_per_pass(self) -> float:
+        """How many losses a pass adds up, on average."""
+        return sum(one.num_losses for one in self.by_key.values()) / max(len(self.by_key), 1)
 
     def ranks_of_coordinates(self) -> list[list[int]]:
         """The ranks of each data coordinate, in order."""
@@ -189,11 +197,12 @@ def collect(
     result.groups = tuple(sorted(group for group in groups if 1 < len(group) < len(data_rank_of)))
     for own, data_rank in data_rank_of.items():
         ranks = tuple(rank for rank, of in representative.items() if of == own)
+        given = _given(events.get(own, []))
         for slot, pairs in losses.get(own, {}).items():
             key = (data_rank, *slot)
             others = [rank for rank in parts.get(own, ()) if rank != own and rank in ranks]
             whole = [*pairs, *(pair for rank in others for pair in losses.get(rank, {}).get(slot, ()))]
-            result.by_key[key] = _contribution(key, ranks, own, whole)
+            result.by_key[key] = replace(_contribution(key, ranks, own, whole), given=given.get(slot))
     return result
 
 
@@ -246,6 +255,11 @@ def _inferred(
     elif not rests:
         rests.append("ranks with the same labels reduce gradients together, so each stands for a batch of its own")
     return f"inferred: {', '.join(rests)}; {SAME_DATA_SETTING}"
+
+
+def _given(events: Iterable[Event]) -> dict[tuple[int, int], int | None]:
+    """What each pass's first module was given, as far as somebody looked."""
+    return {(e.accumulation_step, e.microbatch): e.inputs_hash for e in events if isinstance(e, Backward)}
 
 
 def _contribution(

@@ -229,8 +229,11 @@ def makes_up_for(case: Case, data: StepData) -> str | None:
             if undoes and all(are_parts(data.tracks[held.param], one.ranks) for held in case.held):
                 return f"{of_whole(Faulty(one, False, share))}; what enters at the loss makes up for that: {BY_VERIFY}"
             continue
-        if one.outcome != "scaled" or abs(one.factor * case.pattern.factor - 1) > near or _behind_the_loss(data, one):
+        if one.outcome != "scaled" or _behind_the_loss(data, one):
             continue  # what a loss weighs has what lies behind it
+        left, added = one.factor * case.pattern.factor, case.context.contributions.losses_per_pass
+        if min(abs(left - 1), abs(left / added - 1) if added else 1.0) > near:
+            continue
         if one.first.of_leaf:
             (rank,) = one.ranks
             ids = data.params_of(rank, one.first.params)
@@ -242,9 +245,17 @@ def makes_up_for(case: Case, data: StepData) -> str | None:
             return (
                 f"what arrives at {'shards, or as summands,' if parts else 'these parameters'} is x "
                 f"{case.pattern.factor:.6g} as it enters at the loss, and gradients come back through {fault.name} "
-                f"({fault.where}) x {one.factor:.6g}, which makes up for it in front of that: {BY_VERIFY}"
+                f"({fault.where}) x {one.factor:.6g}, which makes up for it in front of that"
+                f"{_but_for_losses(left)}: {BY_VERIFY}"
             )
     return _made_up_at_use(case, data, of_leaves)
+
+
+def _but_for_losses(left: float) -> str:
+    """What is left of a factor where several losses of one pass are added up, in words."""
+    if abs(left - 1) <= UNDOES:
+        return ""
+    return f", but for x {left:.6g}, as many as each backward pass adds up losses, which may be tasks of their own"
 
 
 def _all_in_front(case: Case, data: StepData, one: Passed, exchanges: list[Passed]) -> bool:

@@ -73,12 +73,14 @@ def added_means(
         case [0, *_]:
             return None
         case [divisor]:
-            left = num_steps // divisor
-            numbers = {num_ranks, left, left * num_ranks, *(of_passes if divisor == 1 else ())}
-        case [1, last] if last == num_steps:
+            left = 1 if contributions.one_batch else num_steps // divisor
+            numbers = {num_ranks, left, left * num_ranks, *(of_passes if divisor == 1 and left > 1 else ())}
+        case [1, last] if last == num_steps and not contributions.one_batch:
             wrong, numbers = {key for key, divisor in divisors.items() if divisor == 1}, {num_steps}
     counted = {key: replace(c, num_tokens=1, weight=weights[key], spread=0.0) for key, c in by_key.items()}
-    expected = dict.fromkeys(by_key, Fraction(1, len(by_key)))
+    # Of one batch each pass's mean is whole, or as it is divided: by design they may add up.
+    whole = num_ranks * max(divisors.values()) if contributions.one_batch else len(by_key)
+    expected = dict.fromkeys(by_key, Fraction(1, whole))
     means = replace(contributions, by_key=counted)
     cells = [cell for held in judge(measured, means, expected) for cell in held.cells]
     beneath = {beneath_mean(c.gradient) for c in by_key.values() if c.gradient is not None}
@@ -89,7 +91,7 @@ def added_means(
             return means, expected
     # Half a squared error may be meant, and two passes divided behind it: `0.5 *` is another thing than `/ 2`.
     halved = {round(1 / one.factor) for one in common_numbers(contributions) if may_be_a_coefficient(one)}
-    by_any = {num_ranks} if by_ranks else {num_ranks, num_steps, num_ranks * num_steps}
+    by_any = {num_ranks} if by_ranks or contributions.one_batch else {num_ranks, num_steps, num_ranks * num_steps}
     for number in by_any - {1} - halved if cells and wrong == set(by_key) else ():
         if all(_is_times(cell, 1 / number) for cell in cells):
             return means, expected

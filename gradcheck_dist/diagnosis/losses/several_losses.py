@@ -59,11 +59,8 @@ class OwnMeans:
     reasons: list[str] = field(default_factory=list)
 
 
-def loss_by_loss(
-    target: Aim, objective: str, data: StepData, measured: list[Held], *, one_batch: bool = False
-) -> OwnMeans:
-    """The same aim where one mean over all tokens fits or one loss was seen; else a mean for each loss. `one_batch`:
-    passes of the same labels evaluate one batch."""
+def loss_by_loss(target: Aim, objective: str, data: StepData, measured: list[Held]) -> OwnMeans:
+    """The same aim where one mean over all tokens fits or one loss was seen; else a mean for each loss."""
     counted = {key: c for key, c in target.contributions.by_key.items() if target.tokens.get(key)}
     losses = _by_place(counted)
     if target.relative or fits(measured, target.contributions, target.expected):
@@ -72,20 +69,23 @@ def loss_by_loss(
         return OwnMeans(target)
     passes = reached_by(data, target.contributions)
     in_a_loop, of_one_batch = len(losses) < 2, False
+    same = passes_of_one_batch(data, target.contributions) if target.contributions.one_batch else []
+    as_passes = {("", str(index)): keys for index, keys in enumerate(same)}
     if in_a_loop:
         mixture = _mixture(target, objective, measured)
         losses = _by_parameters(counted, passes)
-        if one_batch and len(losses) < 2 and mixture is None:
-            same = passes_of_one_batch(data, target.contributions, list(counted))
-            of_one_batch, losses = bool(same), {("", str(index)): keys for index, keys in enumerate(same)}
+        if as_passes and len(losses) < 2 and mixture is None:
+            of_one_batch, losses = True, as_passes
         if mixture is not None or len(losses) < 2:
             return mixture or OwnMeans(target)
-    touched = {place: frozenset[ParamKey]().union(*(passes.get(key, ()) for key in keys))
-               for place, keys in losses.items()}  # fmt: skip
+    touched = _touched(losses, passes)
     trained_apart = len(set(touched.values())) == len(losses)
-    take_turns = not trained_apart and not _same_labels(losses, counted)
+    take_turns = not trained_apart and not of_one_batch and not _same_labels(losses, counted)
     if take_turns and not _take_turns(losses, counted, data):
-        return OwnMeans(target)
+        if not as_passes:
+            return OwnMeans(target)
+        of_one_batch, take_turns, losses = True, False, as_passes
+        touched = _touched(losses, passes)
     own = own_weights(target, objective, losses.values())
     shares = {place: usual(measured, target.contributions, own, keys) for place, keys in losses.items()}
     for place, keys in losses.items():
@@ -93,6 +93,10 @@ def loss_by_loss(
         if touched[place].isdisjoint(chain.from_iterable(of_others)):
             # What a model of its own is wrong by, a reduction that lacks, is no coefficient of its loss.
             shares[place] = shares[place] if _all_weigh(shares[place], measured, target, own, keys) else 1.0
+    if of_one_batch and (written := _divided_at_most(counted, len(losses))):
+        times = len({key[0] for key in counted})
+        if all(abs(share / written / times - 1) <= SAME for share in shares.values()):
+            shares = dict.fromkeys(shares, written)  # what follows lacks a division by ranks
     lines = " and ".join(dict.fromkeys(place[1] or place[0] for place in map(_place, counted.values())))
     whole = all(abs(share - 1) <= SAME for share in shares.values())
     if trained_apart and not in_a_loop and whole:
@@ -107,7 +111,7 @@ def loss_by_loss(
     shown = " and ".join(f"x {share:.4g}" for share in shares.values())
     apart = "in passes that train parameters of their own" if in_a_loop else "one by one"
     if of_one_batch:
-        apart = "in passes on one batch (the same labels in each)"
+        apart = f"in passes on one batch (the same {_what(counted)} in each)"
     reason = (
         f"the losses at {lines} are differentiated {apart}, and weigh {shown} of a mean over their own tokens"
         f"{_as_many_as_passes(losses, shares)}: "
@@ -120,6 +124,14 @@ def loss_by_loss(
             "unless lines that nobody records take one away or divide by their number"
         )
     return OwnMeans(replace(target, expected=target.filled(scaled)), reasons=[reason])
+
+
+def _touched(
+    losses: Mapping[Place, Iterable[ContributionKey]], passes: Mapping[ContributionKey, frozenset[ParamKey]]
+) -> dict[Place, frozenset[ParamKey]]:
+    """The parameters that the passes of each loss reached."""
+    return {place: frozenset[ParamKey]().union(*(passes.get(key, ()) for key in keys))
+            for place, keys in losses.items()}  # fmt: skip
 
 
 def _all_weigh(
@@ -155,6 +167,19 @@ def _each_pass_whole(losses: Mapping[Place, Iterable[ContributionKey]], shares: 
 def _unseen(counted: Mapping[ContributionKey, Contribution]) -> bool:
     """Whether no labels were seen, which could tell whether passes are of one batch."""
     return all(one.label_hash is None for one in counted.values())
+
+
+def _divided_at_most(counted: Mapping[ContributionKey, Contribution], num_passes: int) -> float:
+    """What all losses weigh, each as a mean over its tokens: 1, or 1 / the number of passes; 0 where a coefficient may
+    stand there."""
+    weights = [(one.weight or 0.0) * (one.num_tokens or 0) for one in counted.values()]
+    known = (one for one in (1.0, 1 / num_passes) if all(abs(weight / one - 1) <= SAME for weight in weights))
+    return next(known, 0.0)
+
+
+def _what(counted: Mapping[ContributionKey, Contribution]) -> str:
+    """What tells that passes have one batch (one_batch.py), in a word."""
+    return "inputs" if any(one.label_hash is None for one in counted.values()) else "labels"
 
 
 def _are_one(

@@ -221,8 +221,7 @@ def _added(case: Case) -> float:
     """How many losses each pass adds up, or a pass on average, each a mean of its own: tasks (heads, start and end of a
     span, one of which a rank may lack), or chunks of one batch whose means should have been averaged. 0 where that is
     not what the factor says."""
-    calls = [one.num_losses for one in case.context.contributions.by_key.values()]
-    num = sum(calls) / max(len(calls), 1)
+    num = case.context.contributions.losses_per_pass
     return num if num > 1 and abs(case.pattern.factor / num - 1) <= max(SAME, case.pattern.tolerance) else 0.0
 
 
@@ -243,7 +242,7 @@ def _before_each(case: Case) -> float:
         written += [1 / value for value in divisors if value and _makes_means(value, one.num_losses)]
         numbers |= {value for value in written if same(value, before)}
     number = numbers.pop() if len(numbers) == 1 else 0.0
-    total = number * sum(one.num_losses for one in counted) / max(len(counted), 1)
+    total = number * case.context.contributions.losses_per_pass
     right = number and not same(number, 1) and total
     return number if right and abs(case.pattern.factor / total - 1) <= max(SAME, case.pattern.tolerance) else 0.0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import combinations
 
+from gradcheck_dist.diagnosis.losses.one_batch import are_of_one_batch
 from gradcheck_dist.diagnosis.steps.step_verdict import Cause, StepVerdict, cause
 from gradcheck_dist.ledger.apart import averaged, trained_later
 from gradcheck_dist.ledger.expected import TOTALS
@@ -100,11 +101,12 @@ def _were_counted(verdicts: list[StepVerdict], without_first: list[StepVerdict])
 
 
 def with_one_batch(verdicts: list[StepVerdict]) -> list[StepVerdict]:
-    """The steps as they are where the passes of each evaluate one batch, if no two steps have the same labels."""
-    labels = [frozenset(one.label_hash for one in verdict.contributions.by_key.values()) for verdict in verdicts]
-    if len(verdicts) < 2 or len(set(labels)) < len(labels):
-        return verdicts
-    return [verdict if verdict.one_batch is None else verdict.one_batch for verdict in verdicts]
+    """The steps as they are where the passes of each evaluate one batch, if no two steps have the same."""
+    told = are_of_one_batch([verdict.contributions for verdict in verdicts])
+    return [
+        verdict.one_batch if verdict.one_batch is not None and of_one else verdict
+        for verdict, of_one in zip(verdicts, told, strict=True)
+    ]
 
 
 def may_all_be_one_batch(verdict: StepVerdict, earlier: Sequence[StepVerdict]) -> bool:

@@ -133,7 +133,7 @@ class StepVerdict:
     """What one step showed. `lost`: what is missing in which rank's trace, in words; then nothing was judged.
     `spreads`: how far apart, relative, each place of a loss put the weights of one contribution's tokens.
     `without_lost`: the step without passes that it throws away; `thrown`: what may be meant by these, if all is right
-    without them. `one_batch`: the step whose passes evaluate one batch, if their labels are the same.
+    without them. `one_batch`: the step whose passes evaluate one batch, if they have the same.
     `beside_weights`: findings that rest on no weight.
     `assumed`: what a clip's lines must divide by, `divided`: what unrecorded lines divide by where nothing is wrong.
     `unmade`: parameters of which an optimizer read a gradient that no recorded pass made. `own_terms`: losses of a

@@ -63,7 +63,7 @@ class Batches:
     def ends(self, current: BackwardPass) -> None:
         """A backward pass is over."""
         self._waits, self._given = True, None
-        self._asks |= current.targets is not None
+        self._asks |= current.targets is not None or current.soft
         if self._asks and self._recorder.samples_upcoming and self._listening is None and module_calls.is_free():
             self._listening = module_calls.listen(kept_away(self._recorder, "unseen", self._on_call))
 

@@ -101,6 +101,7 @@ def look(
     soft, own = found.log_softmaxes, list[Any]()
     if not (found.known or found.cross_entropies or picks) and len(soft) == 1 and not found.others:
         own.append(soft[-1])
+        current.soft = True
         _watch_soft_targets(recorder, soft.pop(), found)
     current.other_losses += len(found.others) + len(soft)
     if (found.known or found.cross_entropies or picks) and len(roots) == 1:

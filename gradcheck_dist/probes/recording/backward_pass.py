@@ -144,6 +144,7 @@ class BackwardPass:
         "sharding",
         "site",
         "smoothed",
+        "soft",
         "stage",
         "start_ns",
         "started_from",
@@ -200,6 +201,7 @@ class BackwardPass:
         self.computed = False  # a loss's weight in the root is a function of the data
         self.inputs: int | None = None  # a checksum of what the first module was given since the pass before
         self.targets: int | None = None  # and of what a loss without labels compares with
+        self.soft = False  # its loss has soft targets, and no labels
         self.label_hash: int | None = None  # of the labels whose loss went backward; in impulse mode only
         self.smoothed: dict[int, TokenWeights | None] = {}  # by loss: what arrived at its labels, where these are
         self.reduced: list[ReducedTerm] = []  # the means and sums over elements that the root adds up
