@@ -43,7 +43,8 @@ def _screen(mode: str) -> Callable[[], Screen[Any]]:
 
 
 class WatchApp(App[None]):
-    """Watches one source. `snapshot` is the newest, `shown` what the screens show (older while paused)."""
+    """Watches one source. `snapshot` is the newest, `shown` what the screens show (older while paused). `asked_step` is
+    the step that a key asked for, until it is shown."""
 
     TITLE = "gradcheck"
     MODES: ClassVar[dict[str, Any]] = {mode: _screen(mode) for mode in SCREENS}
@@ -80,6 +81,7 @@ class WatchApp(App[None]):
         self._first_mode = mode
         self._told = told
         self._selected_step: int | None = None
+        self.asked_step: int | None = None
         self._wanted_finding: int | None = None
         self._eager = False
         self._opened_from = "overview"
@@ -121,6 +123,8 @@ class WatchApp(App[None]):
         if moved:
             self.refresh_bindings()
         step = self.shown.step
+        if step is not None and step.step == self.asked_step:
+            self.asked_step = None
         if step is not None and (self._selected_step != step.step or self._wanted_finding is not None):
             self._selected_step = step.step
             index, self._wanted_finding = self._wanted_finding or 0, None
@@ -138,6 +142,7 @@ class WatchApp(App[None]):
         self.update_screen()
 
     def watch_follow(self) -> None:
+        self.asked_step = None
         self.source.show_step(-1 if self.follow else None)
         self.update_screen()
 
@@ -187,6 +192,7 @@ class WatchApp(App[None]):
             self.selection = self._selection_of(index)
         else:
             self._wanted_finding = index
+            self.asked_step = finding.step
             self.source.show_step(finding.step)
 
     def open_finding(self, index: int) -> None:
@@ -288,10 +294,14 @@ class WatchApp(App[None]):
         snapshot = self.shown
         if snapshot.step is None or snapshot.step.step not in snapshot.recorded:
             return
-        at = snapshot.recorded.index(snapshot.step.step) + by
+        # Judging a step takes a moment: the next key counts from the step that the last one asked for.
+        now = self.asked_step if self.asked_step in snapshot.recorded else snapshot.step.step
+        at = snapshot.recorded.index(now) + by
         if 0 <= at < len(snapshot.recorded):
             self.set_reactive(WatchApp.follow, False)
-            self.source.show_step(snapshot.recorded[at])
+            self.asked_step = snapshot.recorded[at]
+            self.source.show_step(self.asked_step)
+            self.update_screen()
 
     def action_follow(self) -> None:
         self.follow = not self.follow

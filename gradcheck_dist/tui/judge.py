@@ -35,8 +35,8 @@ from gradcheck_dist.tui.sweep import Sweep
 
 MAX_STEPS = 64
 """Steps measured here of a finished run: the first half and the last half of them. A sweep judges all."""
-FIRST_STEPS = 4
-"""Judged before all others, so that a verdict stands early."""
+FIRST_STEPS, FIRST_RANK_STEPS = 4, 64
+"""Judged before all others, so that a verdict stands early: so many steps, or so many ranks times steps."""
 MAX_LIVE_STEPS = 8
 MAX_RANK_STEPS = 1024
 """Of many ranks fewer steps are judged: at most so many ranks times steps, and at least one step."""
@@ -72,6 +72,7 @@ class Judge:
         self._run, self._wake = run, wake
         self._known: tuple[object, ...] = ()
         self._not_before_s = 0.0
+        self._wanted: int | None = None
         self._views: dict[int, tuple[StepView, WeightGrid]] = {}
         self._doing: tuple[str, float] | None = None
         self._sweep: Sweep | None = None
@@ -94,7 +95,9 @@ class Judge:
             self._sweep.stop()
 
     def look(self, wanted: int | None) -> None:
-        """Start what there is to do: judge again when steps, ranks or the run's end are new; else show a step."""
+        """Start what there is to do: judge again when steps, ranks or the run's end are new; else show a step. While
+        many steps are judged, the wanted one is shown between two of them."""
+        self._wanted = wanted
         if self._doing is not None or self._stopped:
             return
         run = self._run
@@ -113,7 +116,7 @@ class Judge:
         ready = whole or early or (live and columns) or (complete and not live and run.num_files)
         if ready and state != self._known and time.monotonic() >= self._not_before_s:
             self._known = state
-            self._start(self._words(whole, limit), lambda: self._judge(whole, limit, wanted, live))
+            self._start(self._words(whole, limit), lambda: self._judge(whole, limit))
         elif self.now.report is not None and self.now.recorded:
             step = self._choose(wanted, self.now)
             if self.now.step is None or step != self.now.step.step:
@@ -126,10 +129,13 @@ class Judge:
             return 0
         if run.num_files > MANY_RANKS:
             return 1
-        limit = FIRST_STEPS if self.now.report is None else MAX_LIVE_STEPS if live or not complete else MAX_STEPS
-        return max(1, min(limit, MAX_RANK_STEPS // max(1, run.num_files)))
+        first = self.now.report is None
+        limit = FIRST_STEPS if first else MAX_LIVE_STEPS if live or not complete else MAX_STEPS
+        return max(1, min(limit, (FIRST_RANK_STEPS if first else MAX_RANK_STEPS) // max(1, run.num_files)))
 
     def _words(self, whole: list[int], limit: int) -> str:
+        if self._sweep is not None and self._sweep.report is not None:
+            return "judging all steps"
         return f"judging {_some(whole, limit)}" if whole and limit else "judging what was recorded"
 
     def _sweep_if_long(self, whole: list[int], live: bool, complete: bool) -> None:
@@ -157,23 +163,25 @@ class Judge:
 
         threading.Thread(target=guarded, name="gradcheck-judge", daemon=True).start()
 
-    def _judge(self, whole: list[int], limit: int, wanted: int | None, live: bool) -> None:
+    def _judge(self, whole: list[int], limit: int) -> None:
         before, sweep, columns = self.now.report, self._sweep, self._run.column_steps()
         recorded = tuple(sorted({*whole, *columns}))
+        if sweep is not None and sweep.report is not None and not sweep.done and before is not None and before.findings:
+            return  # of the first step with a finding alone: of more steps is known here
         self._views.clear()
         if sweep is not None and sweep.report is not None:
             covered = recorded if sweep.done else self.now.judged
             judged = Judged(
                 sweep.report, build(sweep.report), recorded, covered, norms=self.now.norms, apart=self.now.apart
             )
-            self.now = self._with_step(judged, self._choose(wanted, judged))
+            self.now = self._with_step(judged, self._choose(self._wanted, judged))
             return
         faulty = before.findings[0].step if before is not None and before.findings else None
         chosen = choose_steps(whole, limit, faulty) if limit else []
         run = self._run.run(chosen)
         if not run.ranks:
             return
-        report, verdicts, apart = _measure(run, chosen, self._run.blind_steps())
+        report, verdicts, apart = _measure(run, chosen, self._run.blind_steps(), self._show_wanted)
         in_columns = self._run.columns.result(run)
         if in_columns is not None:
             add_to(report, in_columns, run, sampled=bool(chosen))
@@ -184,9 +192,18 @@ class Judge:
         norms = self.now.norms | recorded_norms(verdicts)
         judged = Judged(report, build(report), recorded, covered, norms=norms, apart=apart)
         if recorded:
-            self._keep_shown(verdicts, self._choose(wanted, judged), report)
-            judged = self._with_step(judged, self._choose(wanted, judged))
+            step = self._choose(self._wanted, judged)
+            self._keep_shown(verdicts, step, report)
+            judged = self._with_step(judged, step)
         self.now = judged
+
+    def _show_wanted(self) -> None:
+        """Show the step that somebody asks for meanwhile; judging the others goes on behind it."""
+        judged, wanted = self.now, self._wanted
+        if wanted is None or judged.step is None or wanted == judged.step.step or wanted not in judged.recorded:
+            return
+        self._detail(wanted)
+        self._wake()
 
     def _detail(self, step: int) -> None:
         self.now = self._with_step(self.now, step)
@@ -233,11 +250,18 @@ class Judge:
         self._views[verdict.context.step] = StepView(verdict, accuracy), grid
 
 
-def _measure(run: Run, steps: Sequence[int], blind: Sequence[int]) -> tuple[Report, list[StepVerdict], bool]:
-    """The report over these steps, the verdicts that it was made of, and whether these see each rank apart."""
+def _measure(
+    run: Run, steps: Sequence[int], blind: Sequence[int], between: Callable[[], None] = lambda: None
+) -> tuple[Report, list[StepVerdict], bool]:
+    """The report over these steps, the verdicts that it was made of, and whether these see each rank apart. `between`
+    is called before each step."""
     objective, objective_from = objective_of(run, None)
     skipped = skipped_steps(run)
-    verdicts = [judge_step(run, step, objective, objective_from) for step in steps if step not in skipped]
+    verdicts = []
+    for step in steps:
+        between()
+        if step not in skipped:
+            verdicts.append(judge_step(run, step, objective, objective_from))
     apart = trained_apart(run, verdicts) is not None
     report = conclude(run, list(verdicts), skipped, objective, objective_from, blind)
     return report, [_seen(verdict, apart) for verdict in verdicts], apart

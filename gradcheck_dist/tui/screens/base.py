@@ -81,7 +81,7 @@ class RunScreen(Screen[None]):
         snapshot = app.shown
         behind = app.snapshot is not snapshot
         self.query_one(StatusBar).show(
-            snapshot, paused=app.paused, follow=app.follow, behind=behind, command=app.command
+            snapshot, paused=app.paused, follow=app.follow, behind=behind, command=app.command, asked=app.asked_step
         )
         words = None if not self.NEEDS_STEP else self._why_not(snapshot)
         notice = self.query_one(Notice)

@@ -17,8 +17,17 @@ class StatusBar(Static):
     StatusBar { height: 1; background: $surface; color: $foreground; text-wrap: nowrap; text-overflow: ellipsis; }
     """
 
-    def show(self, snapshot: Snapshot, *, paused: bool, follow: bool, behind: bool = False, command: str = "") -> None:
-        """`behind`: something newer waits until the pause ends."""
+    def show(
+        self,
+        snapshot: Snapshot,
+        *,
+        paused: bool,
+        follow: bool,
+        behind: bool = False,
+        command: str = "",
+        asked: int | None = None,
+    ) -> None:
+        """`behind`: something newer waits until the pause ends; `asked`: the step that is to be shown next."""
         text = Text(no_wrap=True, overflow="ellipsis")
         alive = sum(line.state in ("running", "ended") for line in snapshot.ranks)
         still = "WAITING" if snapshot.phase == "waiting" else "REPLAY"
@@ -32,7 +41,8 @@ class StatusBar(Static):
             text.append("following ", "bold")
         if snapshot.step is not None:
             last = "" if snapshot.last_step is None else f" (last: {snapshot.last_step})"
-            text.append(f"step {snapshot.step.step}{last}  ")
+            coming = f" → {asked}" if asked is not None and asked != snapshot.step.step else ""
+            text.append(f"step {snapshot.step.step}{coming}{last}  ")
             if len(snapshot.judged) < len(snapshot.recorded):
                 text.append(f"judged {len(snapshot.judged)} of {len(snapshot.recorded)} steps  ")
         if snapshot.loading:
