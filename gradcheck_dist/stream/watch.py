@@ -252,7 +252,7 @@ class Watch:
         norms = self._norm[:, columns]
         told = np.flatnonzero(~np.isnan(norms).all(axis=1))
         if len(told):
-            self.series.add("grad_norm", steps, norms[told[-1]])
+            self.series.add("grad_norm", steps, norms[told[0]])
 
 
 def expected_weight(

@@ -53,6 +53,7 @@ class LiveRun:
         self._turn = 0
         self._loss: dict[str, dict[int, tuple[float, float]]] = {}
         self._grad_norm: dict[int, float] = {}
+        self._norm_of: dict[int, int] = {}
         self._clipped: dict[int, float] = {}
         self._steps: set[int] = set()
         self._lost: set[int] = set()
@@ -131,7 +132,7 @@ class LiveRun:
 
     def _taker(self, rank: int) -> Callable[[Any], None]:
         ended, steps, loss, grad_norm, clipped = self._ended, self._steps, self._loss, self._grad_norm, self._clipped
-        lost, stepped = self._lost, self._stepped
+        lost, stepped, norm_of = self._lost, self._stepped, self._norm_of
 
         def take(event: Any) -> None:
             kind = type(event)
@@ -149,8 +150,10 @@ class LiveRun:
                     total, tokens = of_term.get(event.step, (0.0, 0.0))
                     value = event.value * (event.num_tokens if event.reduction == "mean" else 1)
                     of_term[event.step] = (total + value, tokens + event.num_tokens)
-            elif (kind is CLIP or kind is Clip) and not event.partial:
+            elif (kind is CLIP or kind is Clip) and not event.partial and rank <= norm_of.get(event.step, rank):
+                norm_of[event.step] = rank  # the first rank's norm, as in reports: it is the one that trainers log
                 grad_norm[event.step] = event.total_norm
+                clipped.pop(event.step, None)
                 if event.coefficient < 1.0:
                     clipped[event.step] = event.total_norm * event.coefficient
 

@@ -49,7 +49,7 @@ def test_the_charts_show_their_values_whole_on_80_columns(snapshot: Snapshot) ->
         assert "─ loss 0.12346 ─" in text
         assert "─ norm 0.20461 ─" in text
 
-    points = replace(snapshot.series, loss=((0, 0.5), (1, 0.123456)), grad_norm=((0, 0.5), (1, 0.20461)), clipped=None)
+    points = replace(snapshot.series, loss=((0, 0.123456), (1, 0.5)), grad_norm=((0, 0.20461), (1, 0.5)), clipped=None)
     drive(replace(snapshot, series=points), steps)
 
 

@@ -53,12 +53,12 @@ def overhead(run: Run) -> Overhead:
 def metrics(
     run: Run, steps: list[tuple[int, Contributions]], norms: Mapping[int, float]
 ) -> dict[str, list[tuple[int, float]]]:
-    """(step, value) by name: loss (mean over all tokens), tokens, grad_norm (as the trainer's clipping saw it, in a
+    """(step, value) by name: loss (mean over all tokens), tokens, grad_norm (as the first rank's clipping saw it, in a
     step without any out of `norms`, the recorded ones)."""
     series: dict[str, list[tuple[int, float]]] = defaultdict(list)
     clips = dict(norms) | {
         event.step: event.total_norm
-        for trace in run.ranks.values()
+        for _, trace in sorted(run.ranks.items(), reverse=True)
         for event in trace.events
         if isinstance(event, Clip) and not event.partial
     }

@@ -55,6 +55,7 @@ class Overview(RunScreen):
         series = snapshot.series
         loss.points, norm.points = series.loss, series.grad_norm
         norm.note = f"→{series.clipped:.3g}" if series.clipped is not None else ""
+        loss.step = norm.step = snapshot.step.step if snapshot.step is not None and not snapshot.live else None
         rows = self.query_one(FindingsList)
         rows.show(snapshot)
 

@@ -12,7 +12,7 @@ _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 class Chart(Widget):
-    """Title and last value, below it the curve. Cost is that of its width, not of the number of points."""
+    """Title and a value, below it the curve. Cost is that of its width, not of the number of points."""
 
     DEFAULT_CSS = "Chart { height: 1fr; border: round $primary; padding: 0 1; }"
     COMPONENT_CLASSES = {"chart--curve"}
@@ -26,18 +26,26 @@ class Chart(Widget):
 
     note = reactive("")
     """Behind the last value."""
+    step: reactive[int | None] = reactive(None)
+    """The step whose value is told; None, and a step without one, tells the last."""
 
     def watch_points(self) -> None:
-        last = f" {self.points[-1][1]:.{4 if self.note else 5}g}" if self.points else ""
-        whole = self._title + last + self.note
+        value = dict(self.points).get(self.step) if self.step is not None else None
+        note = self.note if self.points and value in (None, self.points[-1][1]) else ""
+        value = self.points[-1][1] if value is None and self.points else value
+        told = f" {value:.{4 if note else 5}g}" if value is not None else ""
+        whole = self._title + told + note
         # Of the title only its last word where the value would be cut off with it.
         cut_off = 0 < self.size.width < len(whole) + 4
-        self.border_title = f"{self._title.split()[-1]}{last}{self.note}" if cut_off else whole
+        self.border_title = f"{self._title.split()[-1]}{told}{note}" if cut_off else whole
 
     def on_resize(self) -> None:
         self.watch_points()
 
     def watch_note(self) -> None:
+        self.watch_points()
+
+    def watch_step(self) -> None:
         self.watch_points()
 
     def render(self) -> Text:
