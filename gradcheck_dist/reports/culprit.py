@@ -10,6 +10,8 @@ from gradcheck_dist.reports.text import number, printable, some, spans
 from gradcheck_dist.wording import plural
 
 ALL_PARAMETERS = "all parameters"
+KINDS = {"exchange": "activations exchanged", "gradient_check": "checked by central differences"}
+"""Events whose kind is no word of who writes a trainer."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ def _operation(event: FirstEvent) -> str:
     group = f" over group [{spans(event.group)}]" if event.group else ""
     does = event.written or event.op
     operation = f" {printable(does)}" if does else ""
-    return f"{printable(event.kind)}{operation}{group}"
+    return f"{KINDS.get(event.kind) or printable(event.kind)}{operation}{group}"
 
 
 def _at(file: object, line: object, name: str) -> str:

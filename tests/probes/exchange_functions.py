@@ -79,6 +79,7 @@ SumTwice = function("SumTwice", summed, summed)
 SumInPlace = function("SumInPlace", summed_in_place, lambda grad: grad)
 SumInPlaceTwice = function("SumInPlaceTwice", summed_in_place, summed)
 CopyInVain = function("CopyInVain", lambda x: x.view_as(x), lambda grad: (summed(grad), grad)[1])
+CopyUnsummed = function("CopyUnsummed", lambda x: x.view_as(x), lambda grad: grad.view_as(grad))
 CopyInPlace = function("CopyInPlace", lambda x: x.view_as(x), summed_in_place)
 MeanInPlaceBack = function(
     "MeanInPlaceBack", lambda x: x.view_as(x), lambda grad: summed_in_place(grad).div_(dist.get_world_size())

@@ -9,6 +9,7 @@ from exchange_functions import (
     Copy,
     CopyInPlace,
     CopyInVain,
+    CopyUnsummed,
     FunctionalGather,
     FunctionalGathered,
     FunctionalScatter,
@@ -57,6 +58,7 @@ TENSOR = (
     "tensor parallel, summed in place",
     "tensor parallel, summed in place and again in backward",
     "tensor parallel, no sum in front of the columns",
+    "tensor parallel, handed back unsummed in front of the columns",
     "tensor parallel, dropout from unlike seeds",
     "tensor parallel, averaged in backward",
     "tensor parallel, averaged in place in backward",
@@ -169,6 +171,7 @@ class Block(nn.Module):
                 enter, leave = FunctionalGather, FunctionalScatter
         else:
             enter = MeanBack if "averaged in backward" in self.variant else Copy
+            enter = CopyUnsummed if "unsummed" in self.variant else enter
             leave = SumTwice if "again" in self.variant or "added up" in self.variant else Sum
             leave = FunctionalSum if "functional" in self.variant else leave
             if "in place" in self.variant:

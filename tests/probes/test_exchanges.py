@@ -211,6 +211,14 @@ def test_gradients_that_differ_behind_a_sum_are_told_with_the_place_to_look(repo
     assert found.severity == "error"
 
 
+def test_a_function_that_forgot_its_sum_is_named_where_another_one_lacks_it(reports: dict[str, Report]) -> None:
+    """It exchanges nothing: the sum behind it is where the lack shows."""
+    (found,) = reports["tensor parallel, handed back unsummed in front of the columns"].findings
+    assert (found.code, found.severity) == ("GS802", "error")
+    assert found.fix.startswith("CopyUnsummed hands on its input")
+    assert "sum it over these ranks (exchange_functions.py:" in found.fix
+
+
 def test_losses_that_are_unlike_on_one_batch_say_to_look_at_what_is_drawn(reports: dict[str, Report]) -> None:
     first, *_ = reports["tensor parallel, dropout from unlike seeds"].findings
     assert first.code == "GS802" and "The losses are unlike though the labels are the same" in first.explanation

@@ -1,4 +1,4 @@
-"""Exchanges that look wrong because another one is.
+"""Exchanges that look wrong because another one is, or a function that exchanges nothing and should.
 
 Behind a sum that backward lacks, the gradients of one loss differ between ranks everywhere, and a function that rightly
 hands copies on looks as if it lacked a sum itself.
@@ -10,7 +10,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from gradcheck_dist.diagnosis.audits.exchanges import Faulty
-from gradcheck_dist.ledger.exchanges import COPY, Passed, passed
+from gradcheck_dist.events import Exchange
+from gradcheck_dist.ledger.exchange_parts import are_alike, are_apart, are_near, nearness
+from gradcheck_dist.ledger.exchanges import COPY, Passed, passed, sides_of
 from gradcheck_dist.ledger.tracks import StepData
 
 Place = tuple[object, ...]
@@ -58,3 +60,24 @@ def _first(of_place: dict[Slot, int], one: Passed) -> None:
     """Remember when backward first reached a place in each pass."""
     slot = (one.ranks, one.first.accumulation_step, one.first.microbatch)
     of_place[slot] = min(one.first.seq, of_place.get(slot, one.first.seq))
+
+
+def unsummed(data: StepData, ranks: Sequence[int]) -> Exchange | None:
+    """A function that hands its input on, and what arrives there back, on each rank alone, where the inputs are copies
+    and these gradients differ: that of a column-parallel layer whose backward forgot its sum does so."""
+    alone: dict[tuple[object, ...], dict[int, Exchange]] = defaultdict(dict)
+    for rank in ranks:
+        for event in data.events.get(rank, ()):
+            if isinstance(event, Exchange) and event.group == (rank,) and event.defined_at and not event.operation:
+                slot = (event.function, event.index, event.accumulation_step, event.microbatch)
+                alone[slot][rank] = event
+    for by_rank in alone.values():
+        sides = {rank: one for rank, event in by_rank.items() if (one := sides_of(event)) is not None}
+        if len(sides) < max(2, len(ranks)):
+            continue
+        given, made, arrived, back = ({rank: one[at] for rank, one in sides.items()} for at in range(4))
+        near = nearness(next(iter(by_rank.values())).dtype)
+        as_it_is = are_near(made, given, near) and are_near(back, arrived, near)
+        if as_it_is and are_alike(given, near) and are_apart(arrived):
+            return by_rank[min(by_rank)]
+    return None

@@ -51,12 +51,13 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from gradcheck_dist.diagnosis.answer import Answer
-from gradcheck_dist.diagnosis.audits.exchange_consequences import consequences
+from gradcheck_dist.diagnosis.audits.exchange_consequences import consequences, unsummed
 from gradcheck_dist.diagnosis.audits.exchanges import Faulty, could_judge, faults, of_whole
 from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
 from gradcheck_dist.diagnosis.finding import Factor, Finding
 from gradcheck_dist.events import HANDED_ON, HANDED_ON_SUMMED, OF_SHARDS, OF_SUMMANDS, SAID_ALIKE
 from gradcheck_dist.ledger.exchanges import COPY, GATHER, MASK, MOVE, OWN, OWN_PART, SCATTER, SLICE, SUM, SWAP
+from gradcheck_dist.ledger.tracks import StepData
 from gradcheck_dist.wording import numbered, plural
 
 CODE = "GS802"
@@ -120,8 +121,13 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
                     else _SUM_BEHIND
                     if parts
                     else (_UNLIKE_LOSSES if first.passed.outcome == "own" and first.unlike_losses else "")
-                    + f"Let the backward of {first.name} {_OWES[first.passed.forward]}{_written(first)}."
-                    + (_BEHIND if first.passed.outcome == "own" and first.shared else "")
+                    + (
+                        f"{suspect} Else let the backward of {first.name} {_OWES[first.passed.forward]}"
+                        f"{_written(first)}, or look behind it for dropout from unlike seeds."
+                        if (suspect := _suspect(facts.data, first))
+                        else f"Let the backward of {first.name} {_OWES[first.passed.forward]}{_written(first)}."
+                        + (_BEHIND if first.passed.outcome == "own" and first.shared else "")
+                    )
                     + (_FUNCTIONAL if first.passed.first.operation else "")
                 )
                 + (_TORCH if _is_torchs(first) and first.passed.outcome == "other" else "")
@@ -147,6 +153,17 @@ def _followed_by(later: Sequence[Faulty]) -> str:
         return ""
     where = ", ".join(dict.fromkeys(fault.where for fault in later))
     return f" What differs between ranks here differs at {where}, too, which is right where gradients arrive alike."
+
+
+def _suspect(data: StepData, fault: Faulty) -> str:
+    """A function behind it that does nothing, and is where a sum would have to be."""
+    idle = unsummed(data, fault.passed.ranks) if fault.passed.outcome == "own" and fault.shared else None
+    if idle is None or idle.defined_at is None:
+        return ""
+    return (
+        f"{idle.function} hands on its input, and gives back on each rank what arrives there alone: in front of a "
+        f"column-parallel layer its backward has to sum it over these ranks ({idle.defined_at.short})."
+    )
 
 
 def _factor(fault: Faulty) -> float | None:

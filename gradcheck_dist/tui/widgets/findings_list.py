@@ -47,7 +47,7 @@ class FindingsList(Rows):
         yield fit(f"{finding.code} {finding.name}", 28) + " ", _LOOKS.get(finding.severity, "plain")
         yield fit(factor, 20) + " ", "bold"
         if not narrow:
-            yield f"{finding.num_parameters:>6} {fit(spans(finding.ranks), 7)} ", "plain"
+            yield f"{finding.num_parameters or '-':>6} {fit(spans(finding.ranks), 7)} ", "plain"
         yield where, "accent"
 
     def empty(self) -> str:
