@@ -21,6 +21,8 @@ MIN_HEADLINE, MAX_HEADLINE = 20, 140
 UNIFORM = "every contribution"
 UNEXPLAINED, WRONG_BACKWARD = "GS000", ("GS801", "GS802")
 COUNTS = {
+    "num_tokens": "tokens of the step on all ranks",
+    "contributions": "losses of the step on all ranks",
     "R": "data ranks",
     "n_c": "tokens of the microbatch",
     "N_r": "tokens of the data rank in the step",
@@ -215,12 +217,16 @@ def _finding(finding: Finding, total: int) -> FindingText:
         facts.append("also explained by " + "; ".join(_candidate(other) for other in others[:3]))
     if finding.suggested_experiment:
         facts.append(("to tell apart: " if others else "to learn more: ") + prose(finding.suggested_experiment))
-    if counts := [f"{name} {what}" for name, what in COUNTS.items() if name in _names(finding)]:
+    if counts := [f"{name} = {what}" for name, what in COUNTS.items() if name in _names(finding)]:
         facts.append("in the factor: " + ", ".join(counts))
     steps = finding.steps or [finding.step]
-    # An auxiliary loss term concerns whatever lies before it, which no trace tells.
+    # An auxiliary loss term, or an exchange, concerns whatever lies before it, which no trace tells.
     concerned = (
-        f"{plural(finding.num_parameters, 'parameter')} ({units_of(finding, total)})" if finding.units else "the term"
+        f"{plural(finding.num_parameters, 'parameter')} ({units_of(finding, total)})"
+        if finding.units
+        else "activations"
+        if finding.code in WRONG_BACKWARD
+        else "the term"
     )
     if finding.units and not finding.num_parameters:  # by what was recorded of a step, not parameter by parameter
         concerned = some(finding.units)

@@ -87,6 +87,14 @@ def test_means_that_neither_passes_nor_ranks_divide_lack_both(tokens: tuple[int,
     assert "wo divisions are missing: divide each loss by 2, and let the reduction average over 3" in finding.fix
 
 
+@pytest.mark.parametrize(("factor", "told"), [(2.0, True), (1.0, False), (3.0, False)])
+def test_means_of_means_that_lack_the_passes_say_so_for_who_means_them(factor: float, told: bool) -> None:
+    trainer = replace(SUM, op="avg", root=microbatch_mean(factor * RANKS), tokens=(3, 40), accumulation=2)
+    (finding,) = judged(trainer).findings
+    assert finding.code == "GS301"
+    assert finding.fix.endswith("For that mean, divide each loss by the 2 accumulation steps.") is told
+
+
 @pytest.mark.parametrize("change", [{"op": "avg"}, {"accumulation": 1}, {"reduction": "sum"}])
 def test_where_one_division_is_missing_or_the_losses_count_one_is_told(change: dict[str, object]) -> None:
     bare = replace(SUM, root=lambda key, counts: 1 / counts[key], **change)  # type: ignore[arg-type]

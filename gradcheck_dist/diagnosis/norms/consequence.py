@@ -45,20 +45,20 @@ def _clip_alone(effects: Sequence[Effect]) -> Iterator[str]:
     yield f"gradients are right up to the clip and {how} of what they should be after it{where}."
     if len(effects) > 1:
         off = sum(any(abs(factor - 1) > SMALL for factor in effect.clip_factors or ()) for effect in effects)
-        yield f"Of {len(effects)} recorded steps {off} were scaled wrongly."
+        which = f"All {off}" if off == len(effects) else f"{off} of {len(effects)}"
+        yield f"{which} recorded steps were scaled wrongly."
 
 
 def _gradient(effects: Sequence[Effect]) -> Iterator[str]:
     first = effects[0]
     scales = [effect.scale for effect in effects if effect.scale is not None]
     varies = max(scales) > min(scales) * (1 + SMALL)
-    norm = f"x {min(scales):.4g} to x {max(scales):.4g} over the steps" if varies else f"x {scales[0]:.4g}"
+    low_high = f"x {min(scales):.4g} to x {max(scales):.4g}" if varies else f"x {scales[0]:.4g}"
+    norm = f"norm {low_high} of the right one's{' (steps differ)' * varies}"
     if _straight(first) and first.keeps_directions:
-        yield f"norm {norm} of the right one's, direction right."
+        yield f"{norm}, direction right."
         return
-    yield (
-        f"norm {norm} of the right one's, direction {first.angle:.2g} degrees away from it (estimated from samples)."
-    )
+    yield f"{norm}, direction {first.angle:.2g} degrees away from it (estimated from samples)."
     if first.keeps_directions and first.param_scales is not None:
         low, high = first.param_scales
         yield f"Each parameter keeps its direction; factors run from x {low:.4g} to x {high:.4g}."

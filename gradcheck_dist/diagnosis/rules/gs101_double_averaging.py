@@ -94,8 +94,7 @@ def judge(case: Case) -> Answer | None:
         if event.impl == GATHERED
         else "op=ReduceOp.SUM"
     )
-    undone_by = ("R", "the average") if averages else (divisor, "the division")
-    or_loss = _or_loss(case, divisor, *undone_by)
+    or_loss = _or_loss(case, divisor, by="the average" if averages else "the division")
     return Answer(
         explanation=f"{_loss(case)}, and {wrapper} then {does} ranks: the gradient is {name} of {_whose(case)}.",
         fix=f"Use {sum_instead}{or_loss}.",
@@ -207,11 +206,11 @@ def _by_hand(case: Case, event: Reduce) -> Answer | None:
     )
 
 
-def _or_loss(case: Case, size: object, constant: object = "R", by: str = "it") -> str:
+def _or_loss(case: Case, size: object, by: str = "it") -> str:
     """The other way out, by the loss: none where other parameters, which the same loss reaches, are right."""
     if not case.everywhere:
         return ""
-    return f", or multiply the loss by {size} (c = {constant}/N) so that {by} undoes it"
+    return f", or multiply the loss by {size} so that {by} undoes it"
 
 
 def _loss(case: Case) -> str:

@@ -75,10 +75,17 @@ def judge(case: Case) -> Answer | None:
         severity=severity(case),
         explanation=f"{follows(case, 'the mean of per-microbatch means')} {summed}The loss divides "
         f"each microbatch by its own tokens. {spread(case)}",
-        fix="Divide the token-sum loss by the tokens of the whole step over all ranks (times R where the reduction "
-        "averages), or declare --objective microbatch-mean if this is meant."
-        + (f" For that mean: {divide[0].lower()}{divide[1:]}" if divide else ""),
+        fix="Divide the token-sum loss by the tokens of the whole step over all ranks (times the number of ranks where "
+        "the reduction averages), or declare --objective microbatch-mean if this is meant."
+        + (f" For that mean: {divide[0].lower()}{divide[1:]}" if divide else _divided(case)),
     )
+
+
+def _divided(case: Case) -> str:
+    """What a mean over microbatches lacks, where it is the division by accumulation steps."""
+    steps, factor = case.context.num_accumulation, case.pattern.factor
+    lacks = steps > 1 and abs(factor / steps - 1) <= max(2 * case.pattern.tolerance, 1e-6)
+    return f" For that mean, divide each loss by the {steps} accumulation steps." if lacks else ""
 
 
 def _means_of_ranks(case: Case) -> str:
@@ -146,6 +153,6 @@ def spread(case: Case) -> str:
         if side
     ]
     return (
-        f"Against {case.context.objective}, this run's tokens are {' and '.join(parts)}; contributions hold "
+        f"Against {case.context.objective}, this run's tokens are {' and '.join(parts)}; microbatches hold "
         f"{float(counts[0]):.6g} to {float(counts[-1]):.6g} tokens."
     )

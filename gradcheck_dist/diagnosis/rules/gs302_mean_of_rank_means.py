@@ -51,6 +51,6 @@ def judge(case: Case) -> Answer | None:
         severity=severity(case),
         explanation=f"{follows(case, 'the mean of per-rank means')} The loss divides by the tokens of its own rank. "
         f"{spread(case)}",
-        fix="Divide by the tokens of all ranks, counted with dist.all_reduce (c = 1/N, or R/N where the reduction "
-        "averages over R ranks), the same on every rank, or declare --objective rank-token-mean if this is meant.",
+        fix="Divide the token-sum loss by the tokens of all ranks, counted with dist.all_reduce (times the number of "
+        "ranks where the reduction averages), or declare --objective rank-token-mean if this is meant.",
     )

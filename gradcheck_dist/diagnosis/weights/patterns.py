@@ -145,7 +145,7 @@ def _geometric(samples: list[Sample], context: StepContext) -> Pattern | None:
     if last == 1 and not is_written(base, max(tolerance, VAGUE), context.quantities):
         return None  # two numbers are always a progression
     values = " ".join(f"{factor * base**exponent:.4g}" for exponent in range(last, -1, -1))
-    text = f"x {values} by accumulation step: {factor:.6g} * {base:.6g}^(K-1-k)"
+    text = f"x {values} by accumulation step: {_times(factor)}{base:.6g}^(K-1-k)"
     return Pattern("geometric", text, factor, base=base, tolerance=tolerance)
 
 
@@ -157,8 +157,13 @@ def _repeated(samples: list[Sample], context: StepContext) -> Pattern | None:
     factor, base, tolerance = fit
     slots = sorted({(s.key[1], s.key[2]): s.ratio for s in samples}.items())
     values = " ".join(f"{ratio:.4g}" for _, ratio in slots[:16])
-    text = f"x {values} by accumulation step and microbatch: {factor:.6g} * {base:.6g}^(repetitions)"
+    text = f"x {values} by accumulation step and microbatch: {_times(factor)}{base:.6g}^(repetitions)"
     return Pattern("repeated", text, factor, base=base, tolerance=tolerance)
+
+
+def _times(factor: float) -> str:
+    """A factor in front of another; nothing where it is 1."""
+    return "" if f"{factor:.6g}" == "1" else f"{factor:.6g} * "
 
 
 def _powers(samples: list[Sample], powers: list[int]) -> tuple[float, float, float] | None:
