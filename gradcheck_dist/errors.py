@@ -33,7 +33,7 @@ def unknown_value(what: str, value: object, legal: Iterable[str], *, code: str, 
     `hint` tells what to do; where there are many legal values it has to tell where all are listed, in their place.
     """
     names = sorted(legal)
-    close = nearest(str(value), names)
+    close = nearest(str(value), names) or [name for name in names if len(str(value)) > 2 and str(value) in name][:3]
     lines = [f"unknown {what} {value!r}."]
     if close:
         lines.append(f"Did you mean: {', '.join(close)}?")

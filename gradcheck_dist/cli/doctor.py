@@ -41,10 +41,20 @@ def doctor(form: Annotated[DataFormat, typer.Option("--format", help="How to wri
 
         typer.echo(json.dumps({"checks": [asdict(check) for check in checks]}, indent=1))
     else:
-        for check in checks:
+        for check in _shown(checks):
             sign = "ok" if check.works else "FAILS" if check.needed else "no"
             typer.echo(beside(f"{sign:<6} {check.what:<22} ", check.detail))
     raise typer.Exit(int(any(check.needed and not check.works for check in checks)))
+
+
+def _shown(checks: list[Check]) -> list[Check]:
+    """Probes that work are one line; one that does not has its own."""
+    probes = [check for check in checks if check.what.startswith("probe ")]
+    well = [check for check in probes if check.works]
+    others = [check for check in checks if check not in well]
+    if not well:
+        return others
+    return [*others, Check("probes", True, f"{len(well)} of {len(probes)} can hook into this torch", needed=False)]
 
 
 def _python() -> Check:

@@ -36,7 +36,8 @@ def explain(
         typer.echo("\n\n".join(_render(page) for page in known.values()))
         return
     if rule is None:
-        typer.echo("\n".join(_line(page) for page in known.values()))
+        width = max(len(page.name) for page in known.values())
+        typer.echo("\n".join(_line(page, width) for page in known.values()))
         return
     names = {page.name: page for page in known.values()}
     page = known.get(rule.upper()) or names.get(rule.lower())
@@ -52,8 +53,8 @@ def explain(
     typer.echo(_render(page))
 
 
-def _line(page: Page) -> str:
-    return beside(f"{page.code} {page.name:<22} ", page.text.partition("\n")[0])
+def _line(page: Page, width: int) -> str:
+    return beside(f"{page.code} {page.name:<{width}} ", page.text.partition("\n")[0])
 
 
 def _render(page: Page) -> str:

@@ -63,8 +63,11 @@ def run(
         bool, typer.Option("--strict", help="Exit 1 on findings, 2 when nothing could be judged.")
     ] = False,
     report: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write the report too, by ending: .json .md .html .sarif .xml (JUnit)."),
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write the report too, by ending: .json .md .html .sarif .xml (JUnit); repeatable.",
+        ),
     ] = None,
     tensorboard: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Add ratios, norms and findings to this TensorBoard folder.")
@@ -112,7 +115,8 @@ def run(
         from gradcheck_dist.axes import parse_same_data
 
         shared = parse_same_data(same_data)
-    check_report(report)
+    for file in report or ():
+        check_report(file)
     if tensorboard is not None:
         check_folder(tensorboard, "--tensorboard")
     if live:
@@ -153,7 +157,8 @@ def run(
     judged = _judge(folder, command, code, chosen.start)
     if judged is None:
         raise typer.Exit(code or (2 if strict else 0))
-    write_report(report, judged)
+    for file in report or ():
+        write_report(file, judged)
     if tensorboard is not None:
         _add_scalars(judged, folder, tensorboard)
     _show(judged, form, folder)
@@ -211,14 +216,12 @@ def _judge(folder: Path, command: list[str], code: int, first: int) -> "Report |
         if code:
             _say(f"nothing was recorded: the command ended with exit code {code} before any loss. Its output says why.")
             return None
-        too_early = f", or training ended before step {first} (--steps; the first is 0)" if first else ""
+        too_early = f"Training may have ended before step {first} (--steps; the first is 0). " if first else ""
         _say(
-            "nothing was recorded: no process below this command computed a loss with a torch that gradcheck could "
-            f"watch{too_early}, or backward brought no parameter a gradient (functions add to `.grad` by themselves), "
-            "or it said above why it was not recorded. Is gradcheck-dist installed in the "
-            f"environment that {command[0]!r} uses? "
-            "`gradcheck doctor` tells what works here. The transforms of torch.func (grad, vjp, vmap) are not "
-            "followed: judge the same loss by functional_call and .backward()."
+            "nothing was recorded: gradcheck saw no loss go backward into a parameter below this command, or said "
+            f"above why it did not record. {too_early}Is gradcheck-dist installed in the environment that "
+            f"{command[0]!r} uses? `gradcheck doctor` tells what works here. Not followed are torch.func's transforms "
+            "(grad, vjp, vmap) and functions that add to `.grad` by themselves: judge the same loss by .backward()."
         )
         return None
     try:
@@ -256,7 +259,9 @@ def _show(judged: "Report", form: Format, folder: Path) -> None:
         from gradcheck_dist.reports import terminal
 
         terminal.write_report(judged, sys.stderr)
-    _say(f"to see this again: gradcheck diagnose {quoted(folder)}; as screens: gradcheck watch {quoted(folder)}")
+    here = Path.cwd()
+    place = quoted(folder.relative_to(here) if folder.is_relative_to(here) else folder)
+    _say(f"to see this again: gradcheck diagnose {place}; as screens: gradcheck watch {place}")
 
 
 def _say(message: str) -> None:

@@ -31,7 +31,13 @@ def watch(
             help="Another run for the Compare screen. Default: a sibling.",
         ),
     ] = None,
-    screen: Annotated[str, typer.Option(help="The screen to open first.")] = "overview",
+    screen: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="The first screen: overview, weights, timeline, event, parameters, compare or explain.",
+        ),
+    ] = "overview",
     web: Annotated[bool, typer.Option("--web", help="Serve the screens to browsers of this machine.")] = False,
     port: Annotated[int, typer.Option(min=1, max=65535, metavar="N", help="Of --web.")] = 8000,
 ) -> None:

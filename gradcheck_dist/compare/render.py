@@ -43,7 +43,7 @@ def headline(comparison: Comparison) -> str:
     open_ = [test.name for test in comparison.tests if test.state == "undetermined"]
     if open_:
         return f"COULD NOT COMPARE {', '.join(open_)} with {comparison.control}"
-    return f"CLEAN: {plural(len(comparison.tests), 'test')} and {comparison.control} coincide"
+    return f"SAME: {plural(len(comparison.tests), 'test')} and {comparison.control} coincide"
 
 
 def _rows(comparison: Comparison) -> list[tuple[str, ...]]:

@@ -314,8 +314,10 @@ def note_problems(run: Run, unreadable: Mapping[int, str]) -> None:
         hint = "Name a folder written by `gradcheck run --out` or `gradcheck scenario --keep`."
         if variants:
             hint = f"It holds the runs {', '.join(variants)}: name one of them."
+        elif run.problems:
+            hint = ""  # each says what to do
         found = " ".join(run.problems) or "No rank-*.trace file lies there."
-        raise GradcheckError(f"{run.path} holds no readable trace. {found} {hint}", code="E505")
+        raise GradcheckError(f"{run.path} holds no readable trace. {found} {hint}".strip(), code="E505")
     for rank in run.missing_ranks:
         if not any(f"rank-{rank:05d}" in problem for problem in run.problems):
             run.problems.append(f"rank {rank}: its trace file is missing")

@@ -113,6 +113,12 @@ def test_strict_turns_findings_into_exit_1(run: Run, divide: str, code: int) -> 
         assert Path(report["findings"][0]["first_event"]["file"]).name == "train.py"
 
 
+def test_what_to_type_next_is_as_short_as_the_folder_that_was_given(run: Run) -> None:
+    done = run("train()", options=("--report", "run.md", "--report", "run.json"))
+    assert "gradcheck diagnose run; as screens: gradcheck watch run" in done.stderr.splitlines()[-1]
+    assert "wrote run.md" in done.stderr and "wrote run.json" in done.stderr, "--report may be given several times"
+
+
 def test_strict_says_2_when_nothing_could_be_judged(run: Run) -> None:
     done = run("print('no training')", options=("--strict",))
     assert (done.code, done.stdout) == (2, "no training\n")
@@ -122,7 +128,7 @@ def test_strict_says_2_when_nothing_could_be_judged(run: Run) -> None:
 
 def test_a_training_that_ends_before_the_steps_asked_for_is_a_reason_that_is_told(run: Run) -> None:
     done = run("train()", options=("--steps", "100:"))
-    assert "or training ended before step 100 (--steps; the first is 0)" in done.stderr
+    assert "Training may have ended before step 100 (--steps; the first is 0)." in done.stderr
     assert done.traces == []
 
 
@@ -172,7 +178,7 @@ def test_ranks_that_the_environment_cannot_mean_are_told_and_harmless(run: Run) 
     done = run("train()\nprint('trained')\n", env={"RANK": "5", "WORLD_SIZE": "two"})
     assert (done.code, done.stdout, done.traces) == (0, "trained\n", [])
     assert "gradcheck: not recording: RANK is '5' and WORLD_SIZE is 'two' in the environment" in done.stderr
-    assert "or it said above why it was not recorded" in done.stderr
+    assert "or said above why it did not record" in done.stderr
 
 
 def test_without_the_variable_nothing_of_ours_is_loaded() -> None:

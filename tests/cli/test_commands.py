@@ -116,6 +116,13 @@ def test_doctor_names_what_works_and_what_is_needed(gradcheck: Gradcheck) -> Non
     assert outcome.code == 0
 
 
+def test_doctor_names_only_probes_that_cannot_hook() -> None:
+    probes = [doctor.Check(f"probe {name}", name != "fsdp", "why", needed=False) for name in ("ddp", "fsdp", "loss")]
+    shown = doctor._shown([doctor.Check("gloo", True, "well"), *probes])
+    assert [check.what for check in shown] == ["gloo", "probe fsdp", "probes"]
+    assert shown[-1].detail == "2 of 3 can hook into this torch"
+
+
 def test_doctor_outlives_a_torch_that_hangs_and_tells_how_far_it_came(
     monkeypatch: pytest.MonkeyPatch, gradcheck: Gradcheck, tmp_path: Path
 ) -> None:

@@ -216,3 +216,21 @@ def test_json_from_the_command_line_is_ascii_safe_for_any_terminal(
     outcome = gradcheck("diagnose", run_dir, "--format", "json")
     assert "\x1b" not in outcome.out
     assert json.loads(outcome.out)["run"]["id"] == "Łódź\x1b[31m"
+
+
+def test_a_rule_or_scenario_is_found_by_a_part_of_its_name(gradcheck: Gradcheck) -> None:
+    assert "Did you mean: double-averaging?" in gradcheck("explain", "double").err
+    assert "Did you mean: ddp-accum, " in gradcheck("scenario", "ddp").err
+
+
+def test_the_names_of_all_rules_end_in_one_column(gradcheck: Gradcheck) -> None:
+    lines = gradcheck("explain").out.splitlines()
+    begins = {len(line) - len(line.split(None, 2)[2]) for line in lines if line.startswith("GS")}
+    assert len(begins) == 1
+
+
+def test_a_folder_of_damaged_files_says_once_what_to_do(gradcheck: Gradcheck, tmp_path: Path) -> None:
+    (tmp_path / "rank-00000.trace").write_text("hello")
+    outcome = gradcheck("diagnose", tmp_path)
+    assert outcome.code == 2 and outcome.err.startswith("error E505: ")
+    assert outcome.err.count("Name a ") == 1
