@@ -62,7 +62,7 @@ def weights_figure(report: Report, step: int | None = None) -> Figure | None:
         "xgap": 1,
         "ygap": 1,
         **({"texttemplate": "%{text}", "text": _ratios(worst_cells)} if len(column_bins) <= 12 else {}),
-        "colorbar": {"title": {"text": "log2 ratio"}, "thickness": 12, "len": 1},
+        "colorbar": {"title": {"text": "log2 ratio", "side": "right"}, "thickness": 12, "len": 1},
     }
     note = ""
     if len(row_bins) < len(rows) or len(column_bins) < len(columns):

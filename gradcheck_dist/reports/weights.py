@@ -62,10 +62,9 @@ class _Group:
 
 
 def shown_step(report: Report) -> int | None:
-    """The step whose weights are shown: the first with a finding, else the first recorded."""
+    """The step whose weights are shown: that of the first finding, which is the headline, else the first recorded."""
     steps = {weight.step for weight in report.weights}
-    found = sorted(finding.step for finding in report.findings if finding.step in steps)
-    return found[0] if found else min(steps, default=None)
+    return next((one.step for one in report.findings if one.step in steps), min(steps, default=None))
 
 
 def tolerance(report: Report) -> float:

@@ -115,3 +115,11 @@ def test_a_reduction_after_the_last_pass_is_at_no_accumulation_step() -> None:
     assert (finding.first_event.kind, finding.first_event.accumulation_step) == ("reduce", None)
     (one,) = judged(replace(SUM, root=rank_mean(2.0 * RANKS))).findings
     assert one.first_event is not None and one.first_event.accumulation_step == 0
+
+
+@pytest.mark.parametrize(
+    ("reduction", "told"), [("mean", "cross_entropy, reduction=mean"), ("unknown", "cross_entropy")]
+)
+def test_a_reduction_that_nobody_knows_is_not_told(reduction: str, told: str) -> None:
+    (finding,) = judged(replace(SUM, root=rank_mean(2.0 * RANKS), accumulation=2, reduction=reduction)).findings
+    assert finding.first_event is not None and finding.first_event.op == told

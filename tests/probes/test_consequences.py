@@ -125,7 +125,7 @@ def test_the_clip_is_told_with_and_without_the_fault(max_norm: float, said: str,
 def test_steps_that_are_clipped_are_counted(tmp_path: Path) -> None:
     finding = found(tmp_path, third, adamw, max_norm=0.3, steps=3)
     assert finding.steps == [0, 1, 2]
-    assert "Of 3 recorded steps 0 are clipped; without the fault 3 would be." in finding.consequence
+    assert "0 of 3 recorded steps are clipped; without the fault 3 would be." in finding.consequence
 
 
 def test_a_factor_that_is_gone_behind_the_clip_leaves_sgd_as_it_was(tmp_path: Path) -> None:

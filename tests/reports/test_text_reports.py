@@ -25,6 +25,7 @@ from gradcheck_dist.diagnosis.finding import (
 from gradcheck_dist.reports import markdown, plain, terminal
 from gradcheck_dist.reports.coverage import coverage_lines
 from gradcheck_dist.reports.document import build
+from gradcheck_dist.reports.weights import shown_step
 
 HOSTILE = "\x1b]0;owned\x07\x1b[31m[bold red]@everyone #1 <img src=x> ![x](http://evil) `` | \u202e\n# heading"
 
@@ -356,3 +357,9 @@ def test_a_badly_known_weight_does_not_blur_what_others_are() -> None:
     table = build(report([], [weight(0, 0, 1.0), weight(1, 0, 0.5)], tolerance=0.6)).tables[0]
     assert table.note == "ratio from 0.5 to 1 over 2 contributions"
     assert [cell.off for _, cells in table.rows for cell in cells] == [False, True]
+
+
+def test_the_weights_that_are_shown_are_those_of_the_headline() -> None:
+    """Of several findings the first may be of a later step."""
+    weights = [msgspec.structs.replace(weight(0, 0, 0.5), step=step) for step in (0, 1)]
+    assert shown_step(report([finding(step=1), finding(step=0)], weights)) == 1

@@ -336,11 +336,16 @@ def _documented(culprit: Culprit) -> float | None:
     return factor if factor == factor else None
 
 
+def loss_operation(loss: Loss) -> str:
+    """What computed it, and how it was reduced where that is known."""
+    return loss.op if loss.reduction == "unknown" else f"{loss.op}, reduction={loss.reduction}"
+
+
 def _operation(event: Event) -> str | None:
     if isinstance(event, Reduce):
         return event.op
     if isinstance(event, Loss):
-        return f"{event.op}, reduction={event.reduction}"
+        return loss_operation(event)
     if isinstance(event, ScaleGrads):
         return f"div {event.divisor:g}"
     if isinstance(event, GradWrite):

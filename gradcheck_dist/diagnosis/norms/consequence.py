@@ -92,7 +92,7 @@ def _clipping(effects: Sequence[Effect]) -> Iterator[str]:
         clipped = sum(effect.coefficient < 1 for effect in effects)
         would = sum(effect.right_coefficient < 1 for effect in effects)
         if clipped or would:
-            yield f"Of {len(effects)} recorded steps {clipped} are clipped; without the fault {would} would be."
+            yield f"{clipped} of {len(effects)} recorded steps are clipped; without the fault {would} would be."
 
 
 def _optimizer(effects: Sequence[Effect]) -> Iterator[str]:

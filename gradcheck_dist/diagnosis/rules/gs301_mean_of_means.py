@@ -82,7 +82,9 @@ def judge(case: Case) -> Answer | None:
 
 
 def _divided(case: Case) -> str:
-    """What a mean over microbatches lacks, where it is the division by accumulation steps."""
+    """What a mean over microbatches lacks, where it is the division by accumulation steps or ranks."""
+    if summed_means(case):
+        return " For that mean, let the reduction average (op=ReduceOp.AVG, or a division after it)."
     steps, factor = case.context.num_accumulation, case.pattern.factor
     lacks = steps > 1 and abs(factor / steps - 1) <= max(2 * case.pattern.tolerance, 1e-6)
     return f" For that mean, divide each loss by the {steps} accumulation steps." if lacks else ""

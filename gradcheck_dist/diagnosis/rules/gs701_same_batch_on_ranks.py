@@ -43,13 +43,13 @@ from gradcheck_dist.diagnosis.losses.returned import looked_at, weighing
 from gradcheck_dist.ledger.contributions import Contribution, ContributionKey
 from gradcheck_dist.ledger.exchanges import GATHER, SLICE, SUM, passed
 from gradcheck_dist.ledger.repeated_batches import batches_given, repeating
-from gradcheck_dist.wording import numbered
+from gradcheck_dist.wording import numbered, plural
 
 CODE = "GS701"
 NAME = "same-batch-on-ranks"
 _FIX = (
     "Give each data-parallel rank its own part of the data: a DistributedSampler with the data-parallel rank and size. "
-    "If these ranks share a batch by design, declare the axes (axes={'cp': ...})."
+    "If these ranks share a batch by design, declare the axes (--axes cp=2 of `gradcheck run`)."
 )
 SAME_GRADIENT = 0.1
 """Relative difference of one batch's gradients on two copies; kernels and low precision leave less."""
@@ -96,8 +96,8 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
         answer=Answer(
             severity="warning",
             explanation=f"{numbered('Data rank', data_ranks)} were given the same tokens in this step: at "
-            f"{shown}{more} labels and losses are equal. {repeated} of {total} contributions repeat another one: the "
-            f"step sees {total - repeated} different batches.",
+            f"{shown}{more} labels and losses are equal. The step sees "
+            f"{plural(total - repeated, 'different batch')}, not {total}.",
             fix=_FIX,
         ),
         pattern=f"{repeated} of {total} contributions are copies of another rank's",

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from gradcheck_dist.diagnosis.causes.case import loss_operation
 from gradcheck_dist.diagnosis.finding import Candidate, Finding, FirstEvent
 from gradcheck_dist.diagnosis.weights.cells import Held
 from gradcheck_dist.diagnosis.weights.named_counts import common_numbers, may_be_a_coefficient
@@ -112,7 +113,7 @@ def _loss(contributions: Contributions) -> FirstEvent | None:
                 rank=one.loss_rank,
                 seq=event.seq,
                 kind="loss",
-                op=f"{event.op}, reduction={event.reduction}",
+                op=loss_operation(event),
                 file=event.site.file,
                 line=event.site.line,
                 function=event.site.function,
