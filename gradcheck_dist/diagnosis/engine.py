@@ -108,7 +108,7 @@ def conclude(
     if whole and len(whole) < len(verdicts):
         # A rank that died leaves a last step that nobody finished; the steps before it stand.
         cut = [verdict.context.step for verdict in verdicts if verdict not in whole]
-        problems.append(f"{numbered('step', cut)} did not reach the optimizer on every rank: left out")
+        problems.append(f"of {numbered('step', cut)} not every rank recorded an optimizer step: left out")
         verdicts = whole
     verdicts, behind = until_apart(without_keepers(with_one_batch(verdicts)))
     leave_shares_open(verdicts)

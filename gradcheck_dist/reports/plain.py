@@ -51,9 +51,9 @@ def paragraph(text: str, indent: str = "", width: int = WIDTH) -> list[str]:
     return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent + "  ") or [indent]
 
 
-def labelled(label: str, text: str) -> list[str]:
+def labelled(label: str, text: str, width: int = WIDTH) -> list[str]:
     """A label in a left margin with its text beside it."""
-    return textwrap.wrap(text, WIDTH, initial_indent=f"  {label:<8} ", subsequent_indent=" " * 11) or [f"  {label}"]
+    return textwrap.wrap(text, width, initial_indent=f"  {label:<8} ", subsequent_indent=" " * 11) or [f"  {label}"]
 
 
 def _culprit(culprit: Culprit) -> Iterator[str]:

@@ -84,8 +84,10 @@ def render(document: Document, console: Console) -> None:
     if document.tables_left_out:
         console.print(Text(f"  and {document.tables_left_out} more in the JSON report", style="dim"))
     for index, finding in enumerate(document.findings):
+        console.print()
         for part in _finding(finding, _width(console), brief=index == 0 and document.verdict == "findings"):
             console.print(part, overflow="fold")
+    console.print()
     console.print(Text("coverage", style="bold"))
     for line in document.coverage:
         style = "yellow" if line.startswith("problem") else "dim"
@@ -116,8 +118,9 @@ def _finding(finding: FindingText, width: int, *, brief: bool) -> list[Text]:
             row = clip(f"    {sign} {number:>4} │ {text}", width)
             parts.append(Text(row, style="bold" if marked else "dim"))
         parts += [_wrapped(fact, "    ", width, "dim") for fact in finding.culprit.facts]
-    told = [] if brief else [finding.factor, finding.explanation, finding.fix]
-    return parts + [_wrapped(fact, "  ", width) for fact in [*told, *finding.facts]]
+    told = {} if brief else {"what": finding.factor, "why": finding.explanation, "next": finding.fix}
+    parts += [Text("\n".join(plain.labelled(label, text, width))) for label, text in told.items()]
+    return parts + [_wrapped(fact, "  ", width) for fact in finding.facts]
 
 
 def _weights(table: WeightTable) -> RenderableType:

@@ -191,8 +191,8 @@ def _phase(run: LiveRun, lines_trouble: list[str], loading: str) -> tuple[Phase,
         return "error", f"{run.path} is a file, not a run folder. Name the folder in which it lies."
     if not run.num_files:
         return "waiting", (
-            f"{run.path} holds no rank-*.trace file. If a training is about to write there, just wait: this screen "
-            "goes on by itself. Otherwise name a folder that `gradcheck run --out` or `scenario --keep` wrote."
+            f"No rank has written into {run.path} yet. While a training starts, just wait: this screen goes on by "
+            "itself. Otherwise name a folder that `gradcheck run --out` or `scenario --keep` wrote."
         )
     if len(lines_trouble) == run.num_files:
         return "error", "No trace in this folder can be read. " + " ".join(lines_trouble[:3])

@@ -363,3 +363,11 @@ def test_the_weights_that_are_shown_are_those_of_the_headline() -> None:
     """Of several findings the first may be of a later step."""
     weights = [msgspec.structs.replace(weight(0, 0, 0.5), step=step) for step in (0, 1)]
     assert shown_step(report([finding(step=1), finding(step=0)], weights)) == 1
+
+
+def test_of_a_second_finding_a_terminal_says_what_why_and_next_as_a_pipe_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    document = report([finding(), finding(code="GS303", explanation="The second reason.")])
+    text = on_terminal(document, monkeypatch)
+    for line in ("what     observed / expected", "why      The second reason.", "next     Let DDP sum"):
+        assert line in plain.render(build(document)) and line in text
+    assert "\n\n\x1b[1mcoverage" in text

@@ -49,7 +49,7 @@ def screens(snapshot: Snapshot, size: tuple[int, int] = (100, 30)) -> dict[str, 
 
 
 def empty(folder: Path) -> str:
-    return "holds no rank-*.trace file"
+    return "No rank has written into"
 
 
 def nothing(folder: Path) -> str:
