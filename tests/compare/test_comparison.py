@@ -59,6 +59,7 @@ def test_jobs_that_coincide_are_the_same_and_exit_0() -> None:
     found = compare(source("control"), [source("ddp", seed=1), source("fsdp", seed=2)], {"dp": 4})
     assert [metric.state for test in found.tests for metric in test.metrics] == ["same"] * 6
     assert found.exit_code == 0
+    assert headline(found) == "SAME: 2 tests and control coincide", "two runs may be wrong alike"
 
 
 def test_a_drift_is_called_a_drift_and_no_factor() -> None:

@@ -237,7 +237,7 @@ def test_a_line_on_one_gradient_leaves_a_buffer_that_passes_divide_its_law(ranks
         multiplied(world, 1 / 2, LINE + 3)
     multiplied(world, 2, LINE + 5, ["norm.weight"])
     halved, doubled = sorted(ended(world).findings, key=lambda finding: -finding.num_parameters)
-    assert halved.pattern == "x 0.25 0.5 1 by accumulation step: 1 * 0.5^(K-1-k)"
+    assert halved.pattern == "x 0.25 0.5 1 by accumulation step: 0.5^(K-1-k)"
     assert (halved.num_parameters, halved.first_event and halved.first_event.line) == (3, LINE)
     assert (doubled.units, doubled.factor.observed) == (["norm.weight"], pytest.approx(2, rel=1e-4))
     assert doubled.first_event is not None and doubled.first_event.line == LINE + 5
