@@ -103,6 +103,26 @@ def test_a_weight_that_differs_is_called_wrong_only_where_the_run_has_a_finding(
         drive(shown, steps, mode="weights")
 
 
+def test_why_a_run_could_not_be_judged_is_told_whole_on_explain(snapshot: Snapshot) -> None:
+    assert snapshot.report is not None and snapshot.document is not None
+    unclear = msgspec.structs.replace(snapshot.report, verdict="undetermined", findings=[])
+    why = "A reason of many words. " * 60 + "Its end."
+    words = replace(snapshot.document, verdict="undetermined", why=why, where="", next="Record again.")
+    open_ = replace(snapshot, report=unclear, document=words)
+
+    async def steps(app: WatchApp, pilot: Pilot[None]) -> None:
+        assert "cut here: 7 shows all" in screen_text(app)
+        await pilot.press("7")
+        await pilot.pause()
+        text = screen_text(app)
+        assert "Record again." in text and "coverage" in text
+        await pilot.press("tab", "end")
+        await pilot.pause(0.5)
+        assert "Its end." in screen_text(app)
+
+    drive(open_, steps, size=(100, 30))
+
+
 def test_a_click_on_a_cell_selects_it(snapshot: Snapshot) -> None:
     async def steps(app: WatchApp, pilot: Pilot[None]) -> None:
         heatmap = app.screen.query_one(Heatmap)

@@ -19,7 +19,8 @@ from gradcheck_dist.tui.widgets.rule_page import RulePage
 
 
 class Explain(RunScreen):
-    """Left what was found here, right what the rule says in general."""
+    """Left what was found here, right what the rule says in general. Of a run that could not be judged: why, and the
+    coverage."""
 
     MODE = "explain"
     DEFAULT_CSS = """
@@ -41,9 +42,7 @@ class Explain(RunScreen):
                 yield RulePage()
 
     def nothing(self, snapshot: Snapshot) -> str | None:
-        if snapshot.report is None or not snapshot.report.findings:
-            if snapshot.report is not None and snapshot.report.verdict == "undetermined":
-                return "This run could not be judged: the Overview (1) says why. e writes the report all the same."
+        if snapshot.report is None or not (snapshot.report.findings or snapshot.report.verdict == "undetermined"):
             return "Nothing was found in this run, so there is nothing to explain. e writes the report all the same."
         return None
 
@@ -52,9 +51,17 @@ class Explain(RunScreen):
 
         if snapshot.report is None or snapshot.document is None:
             return
+        text = Text()
+        if snapshot.report.verdict == "undetermined":  # whole: the Overview's box may be too small for it
+            answer = sorted(snapshot.document.answer, key=lambda row: row[0] == "why")
+            for label, told in (("verdict", snapshot.document.headline), *answer):
+                text.append(f"{label}\n", "bold underline").append(f"{told}\n\n")
+        if not snapshot.report.findings:
+            self.query_one("#finding", Static).update(text)
+            self.query_one(RulePage).show("coverage", "\n".join(f"- {line}" for line in snapshot.document.coverage))
+            return
         index = min(selection.finding, len(snapshot.report.findings) - 1)
         finding, words = snapshot.report.findings[index], snapshot.document.findings[index]
-        text = Text()
         text.append(f"{words.title}\n", "bold")
         text.append(f"finding {index + 1} of {len(snapshot.report.findings)}\n\n", "dim")
         text.append(f"{words.factor}\n\n")

@@ -65,7 +65,8 @@ class VerdictBox(Static):
         width, height = self.content_size
         room = max(1, width - 1 - max((len(label) for label, _ in self._rows), default=0))
         lines = sum(max(1, len(wrap(text.plain, room, break_on_hyphens=False))) for _, text in self._rows)
-        rest = "cut here: 7 shows all" if self.has_class("findings") else "cut here"
+        explained = isinstance(self._told, Document) and not self.has_class("clean")
+        rest = "cut here: 7 shows all" if explained else "cut here"
         self.border_subtitle = rest if height and lines > height else ""
 
 
