@@ -108,7 +108,7 @@ def test_a_division_by_another_number_than_the_ranks_is_told_as_it_is() -> None:
     (finding,) = judged(replace(FOUR, impl="fsdp", divide=2.0, root=global_mean())).findings
     assert (finding.code, finding.factor.exact) == ("GS101", "1/2")
     assert "divides its sum by 2, over 4 ranks" in finding.explanation
-    assert "multiply the loss by 2 (c = 2/N)" in finding.fix
+    assert "multiply the loss by 2 so that the division undoes it" in finding.fix
 
 
 @pytest.mark.parametrize(
