@@ -117,7 +117,7 @@ def describe(event: Event) -> str:
     elif isinstance(event, ScaleGrads):
         what = f"/ {event.divisor:.6g}"
     elif isinstance(event, GradWrite):
-        what = "in place" if event.factor is None else f"x {event.factor:.6g}"
+        what = "to .grad" if event.factor is None else f"x {event.factor:.6g}"
     elif isinstance(event, Clip):
         what = f"norm {event.total_norm:.6g} x {event.coefficient:.6g}"
     elif isinstance(event, AmpScale):

@@ -349,7 +349,7 @@ def _operation(event: Event) -> str | None:
     if isinstance(event, ScaleGrads):
         return f"div {event.divisor:g}"
     if isinstance(event, GradWrite):
-        return "in place"
+        return "to .grad"
     return None
 
 

@@ -95,7 +95,7 @@ def _write(rank: int, event: GradWrite, site: Site) -> FirstEvent:
         rank=rank,
         seq=event.seq,
         kind="grad_write",
-        op="in place",
+        op="to .grad",
         file=site.file,
         line=site.line,
         function=site.function,
