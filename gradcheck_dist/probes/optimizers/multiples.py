@@ -55,7 +55,7 @@ class Multiples:
     def __init__(self, whose: Callable[[Tensor], ParamInfo | None]) -> None:
         self._whose = whose
         self._open: defaultdict[int | None, list[Multiple]] = defaultdict(list)  # by parameter
-        self._by_id: dict[int, Multiple] = {}  # by the id of what was made
+        self._by_id: weakref.WeakValueDictionary[int, Multiple] = weakref.WeakValueDictionary()  # of what was made
         self._latest: int | None = None
 
     def product(self, tensor: Tensor) -> Multiple | None:
@@ -87,6 +87,7 @@ class Multiples:
                 if (made := one.made()) is not None and (owner := self._whose(made)) is not None:
                     one.goes_to(owner)
                     self.taken(one)
+                    break
 
     def _confirm(self, param: int | None) -> None:
         waiting = self._open.get(param, [])
