@@ -7,22 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from one_process import judged
-from torch import Tensor, nn, optim
+from parts_on_ranks_workers import Sliceable
+from torch import Tensor, optim
 from torch.nn import functional as F
 
 from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.probes import attach
 from gradcheck_dist.stream.diagnose import diagnose_run
-
-
-class Sliceable(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down, self.width = nn.Linear(8, 24), nn.Linear(24, 6), 24
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = torch.tanh(F.linear(x, self.up.weight[: self.width], self.up.bias[: self.width]))
-        return F.linear(hidden, self.down.weight[:, : self.width], self.down.bias)
 
 
 def soft_loss(outputs: Tensor, wanted: Tensor) -> Tensor:
