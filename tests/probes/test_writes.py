@@ -184,7 +184,14 @@ def by_either_of_two(model: nn.Module) -> None:
         grad.mul_(1 / 3)
 
 
-@pytest.mark.parametrize("doing", [replaced_unseen, by_either_of_two])
+def replaced_unseen_beside_a_norm(model: nn.Module) -> None:
+    """A product that is thrown away leaves its memory to what is made next."""
+    for param in model.parameters():
+        assert (param.grad * (1 / 3)).norm() >= 0
+        param.grad = torch.div(param.grad, 3)
+
+
+@pytest.mark.parametrize("doing", [replaced_unseen, replaced_unseen_beside_a_norm, by_either_of_two])
 def test_where_no_one_line_did_it_the_two_events_around_it_are_told(
     tmp_path: Path, doing: Callable[[nn.Module], None]
 ) -> None:

@@ -63,7 +63,7 @@ def is_exactly_written(factor: float | None) -> bool:
 
 
 def _is_rounded(size: float) -> bool:
-    """Whether it is float32's nearest to such a number (a tensor's): of computed ones one in 10^4 is."""
+    """Whether it is float32's nearest to such a number (a tensor's). Of computed ones fewer than one in 10^4 is."""
     if not np.finfo(np.float32).tiny < size < MOST_IN_FLOAT32 or np.float32(size) != size:
         return False
     near = [float(f"{size:.2e}"), *(1 / round(1 / size) for _ in range(1 / MOST_IN_FLOAT32 < size < 1))]

@@ -1,7 +1,8 @@
 """What gradients were multiplied into, and whether that took their place: `p.grad = p.grad / n`, `p.grad.data = ...`.
 
-A product is noted as it is made, where its line is known, and kept by address, never by itself: it may be thrown away
-(a norm is computed of it). It counts from when it is seen to be a parameter's gradient.
+A product is noted as it is made, where its line is known, and kept weakly: it may be thrown away (a norm is computed of
+it). It counts from when it is seen to be a parameter's gradient, by its storage, which stays where the tensor goes
+(`.data =`, a view): an address may be another one's by then.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from gradcheck_dist.probes.parameters.places import address_of
 from gradcheck_dist.probes.parameters.plans import ParamInfo
@@ -28,10 +30,20 @@ class Multiple:
 
     info: ParamInfo
     made: weakref.ref[Tensor]
+    storage: StorageWeakRef
     address: int
     of: Multiple | None
     infos: dict[int, ParamInfo]
     """To whose gradients the line did this, as far as is known; shared by its calls."""
+
+    @classmethod
+    def of_made(cls, info: ParamInfo, made: Tensor, of: Multiple | None, infos: dict[int, ParamInfo]) -> Multiple:
+        storage = StorageWeakRef(getattr(made, "_local_tensor", made).untyped_storage())
+        return cls(info, weakref.ref(made), storage, address_of(made), of, infos)
+
+    def is_in(self, kept: Tensor) -> bool:
+        """Whether a tensor of this rank lies where this was made."""
+        return address_of(kept) == self.address and kept.untyped_storage()._cdata == self.storage.cdata
 
     def forget(self) -> None:
         """It never becomes the gradient."""
@@ -91,8 +103,8 @@ class Multiples:
 
     def _confirm(self, param: int | None) -> None:
         waiting = self._open.get(param, [])
-        kept = address_of(gradient_of(waiting[0].info)) if waiting else 0
-        now = next((one for one in reversed(waiting) if kept and one.address == kept), None)
+        kept = gradient_of(waiting[0].info) if waiting else None
+        now = next((one for one in reversed(waiting) if kept is not None and one.is_in(kept)), None)
         if now is not None:
             self.taken(now)
 

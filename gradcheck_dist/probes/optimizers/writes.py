@@ -18,7 +18,6 @@ import inspect
 import math
 import sys
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -135,7 +134,7 @@ def made_of(recorder: Recorder, writes: Writes, op: str, tensor: Tensor, other: 
         tensor, other = other, tensor
     of = writes.multiples.product(tensor)
     infos = [of.info] if of is not None else writes.whose([tensor], often=False)
-    if infos and made.shape == tensor.shape:
+    if infos and made.shape == tensor.shape and address_of(made):
         writes.note_product(infos[0], made, of, caller_site(), _Number.of(other, op))
 
 
@@ -267,7 +266,7 @@ class Writes:
             self.multiples.confirm_for(info)
         line = self.note([info], site, number, SCALED)
         if line is not None:
-            self.multiples.add(Multiple(info, weakref.ref(made), address_of(made), of, line.infos), made)
+            self.multiples.add(Multiple.of_made(info, made, of, line.infos), made)
 
     def tell(self) -> None:
         """Emit what was seen."""
