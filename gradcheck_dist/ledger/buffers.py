@@ -78,6 +78,7 @@ class Buffer:
     columns: list[Column] = field(default_factory=list)
     clip: float = 1.0
     leftover: bool = False
+    distinct: int = 0
 
     def scale(self, factor: float) -> None:
         self.nominal = self.nominal * factor
@@ -88,6 +89,7 @@ class Buffer:
         self.columns = []
         self.clip = 1.0
         self.leftover = False
+        self.distinct = 0
 
     def add(self, other: Buffer, factor: float) -> None:
         added = factor * other.nominal
@@ -96,7 +98,7 @@ class Buffer:
         self.nominal = self.nominal + added
         self.leftover |= other.leftover
         self.columns += [column.times(factor) for column in other.columns]
-        if len(self.columns) > MANY:
+        if len(self.columns) > max(MANY, 2 * self.distinct):
             self._merge()
 
     def _merge(self) -> None:
@@ -108,6 +110,7 @@ class Buffer:
             same = found.get(key)
             found[key] = column if same is None else replace(same, nominal=same.nominal + column.nominal)
         self.columns = list(found.values())
+        self.distinct = len(found)
 
     def as_one(self) -> Column:
         """All of it, which is something, as one summand by the records."""

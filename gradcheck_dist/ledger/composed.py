@@ -10,7 +10,6 @@ import numpy as np
 from gradcheck_dist.ledger.buffers import Column
 from gradcheck_dist.ledger.small_arrays import without_nan
 from gradcheck_dist.ledger.solve import SURE_SIGMAS, Solution, confirm, solve
-from gradcheck_dist.ledger.tracks import Slot
 
 Measured = tuple[np.ndarray, np.ndarray, np.ndarray, Solution]
 """Weights, their standard errors, the part of these that is the measurement's own, and the solution they are from."""
@@ -29,7 +28,7 @@ def made_up_of(
     epsilon: float,
     num_contributions: int,
     documented: np.ndarray | None = None,
-    slots: Sequence[Slot] = (),
+    passes: np.ndarray | None = None,
 ) -> Measured | None:
     """The weights of what was sampled, from those of the columns that may be in it.
 
@@ -40,7 +39,7 @@ def made_up_of(
     Args:
         values: shape (num_positions,), NaN where nothing was sampled.
         documented: see `solve`.
-        slots: of each contribution, where they are known.
+        passes: shape (num_contributions,), the number of each one's pass, one for the same pass of all ranks.
 
     Returns:
         None where the weights of a column are not known, or too few elements were sampled.
@@ -57,7 +56,7 @@ def made_up_of(
     nominal = np.array([column.nominal for column in usable])
     solution = solve(matrix, seen, epsilon, nominal, documented)
     if (solution is None or solution.dependent) and documented is None:
-        confirmed = confirm(matrix, seen, epsilon, nominal, _passes(usable, slots) if slots else ())
+        confirmed = confirm(matrix, seen, epsilon, nominal, () if passes is None else _passes(usable, passes))
         solution = confirmed or solution
     return None if solution is None else _composed(usable, solution, num_contributions)
 
@@ -90,24 +89,29 @@ def is_another(found: Measured, other: Measured) -> bool:
     return bool((np.abs(found[0] - other[0]) > allowed + SURE_SIGMAS * (found[1] + other[1])).any())
 
 
+def is_unchanged(columns: Sequence[Column], values: np.ndarray) -> bool:
+    """Whether a buffer is what its records say.
+
+    Args:
+        columns: what it was made of.
+        values: what was sampled.
+    """
+    seen = without_nan(values)
+    documented = sum((without_nan(column.data) * column.nominal for column in columns), np.zeros(()))
+    return bool(np.linalg.norm(seen - documented) <= UNCHANGED * np.linalg.norm(seen))
+
+
 def unless_others_would_do(
-    found: Measured, columns: Sequence[Column], values: np.ndarray, others: Mapping[int, np.ndarray], epsilon: float
+    found: Measured, values: np.ndarray, others: Mapping[int, np.ndarray], epsilon: float
 ) -> Measured:
     """What was measured, without the weights that nothing tells: a buffer that is no more what its records say, and a
     multiple of what others' passes gave as well, may hold these. Below a head of one output every pass gives a norm's
     bias the same direction, whoever's it is.
 
     Args:
-        columns: what the buffer was made of.
         values: what was sampled.
         others: contributions that weigh nothing by what was found, and may have come into it.
     """
-    if not others:
-        return found
-    seen = without_nan(values)
-    documented = sum((without_nan(column.data) * column.nominal for column in columns), np.zeros(()))
-    if np.linalg.norm(seen - documented) <= UNCHANGED * np.linalg.norm(seen):
-        return found
     unknown = found[0] != 0
     alike = [key for key, brought in others.items() if is_multiple(values, brought, epsilon)]
     unknown[alike] = True
@@ -124,13 +128,12 @@ def is_multiple(values: np.ndarray, other: np.ndarray, epsilon: float) -> bool:
     return solution is not None and solution.fits and solution.checked
 
 
-def _passes(columns: Sequence[Column], slots: Sequence[Slot]) -> list[tuple[Slot, ...] | int]:
-    """Which pass each column is of, its own number where it is of several."""
-    found: list[tuple[Slot, ...] | int] = []
-    for number, column in enumerate(columns):
-        holds: list[int] = np.flatnonzero(column.weights).tolist() if column.weights is not None else []
-        of = {slots[index] for index in holds}
-        found.append(tuple(of) if len(of) == 1 else number)
+def _passes(columns: Sequence[Column], passes: np.ndarray) -> list[int]:
+    """Which pass each column, of known weights, is of; a number below zero of its own where it is of several."""
+    holds = np.array([column.weights for column in columns]) != 0
+    first = np.where(holds, passes, len(passes)).min(axis=1, initial=len(passes))
+    last = np.where(holds, passes, -1).max(axis=1, initial=-1)
+    found: list[int] = np.where(first == last, first, -1 - np.arange(len(columns))).tolist()
     return found
 
 

@@ -22,7 +22,7 @@ class Copies:
         """See `made_up_of`. Columns are the same where they are one object: buffers share them."""
         key = values.tobytes(), tuple(map(id, columns))
         if key not in self._measured:
-            found = made_up_of(columns, values, self.of.epsilon, len(self.of.basis), slots=self.of.basis.slots)
+            found = made_up_of(columns, values, self.of.epsilon, len(self.of.basis), passes=self.of.basis.passes)
             self._measured[key] = found, list(columns)  # kept, so that no other column gets the id of one
         return self._measured[key][0]
 

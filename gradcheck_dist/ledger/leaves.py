@@ -43,10 +43,24 @@ class Basis:
     def __len__(self) -> int:
         return len(self.keys)
 
-    @property
+    @cached_property
     def slots(self) -> list[Slot]:
         """The pass of each column, one for the same pass of all ranks."""
         return [key[1:] for key in self.keys]
+
+    @cached_property
+    def passes(self) -> np.ndarray:
+        """The number of each column's pass, shape (num_columns,)."""
+        numbers: dict[Slot, int] = {}
+        return np.array([numbers.setdefault(slot, len(numbers)) for slot in self.slots], dtype=int)
+
+    @cached_property
+    def of_contribution(self) -> dict[ContributionKey, list[int]]:
+        """The columns of each contribution."""
+        found: dict[ContributionKey, list[int]] = {}
+        for column, key in enumerate(self.keys):
+            found.setdefault(key, []).append(column)
+        return found
 
     @cached_property
     def empty(self) -> frozenset[int]:

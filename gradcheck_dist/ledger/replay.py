@@ -31,6 +31,7 @@ from gradcheck_dist.ledger.composed import (
     Measured,
     is_another,
     is_multiple,
+    is_unchanged,
     made_up_of,
     unless_others_would_do,
     where_not_known,
@@ -328,9 +329,10 @@ class _Machine:
             buffer.find_leftover(chain[3])
             if (shared := self._as_arrived(point, buffer)) is not None:
                 return shared
-            others = [column for column in self._arrived(point) if chain[0][column] == 0]
-            brought = dict(zip(others, self.basis.values[others], strict=True))
-            return unless_others_would_do(chain, buffer.columns, point.values.data, brought, self.result.epsilon)
+            if is_unchanged(buffer.columns, point.values.data):
+                return chain
+            brought = {column: self.basis.values[column] for column in self._arrived(point) if chain[0][column] == 0}
+            return unless_others_would_do(chain, point.values.data, brought, self.result.epsilon)
         if chain is None and all(column.weights is not None for column in buffer.columns):
             return None, None, None, None  # too few elements for its few columns: more columns cannot help
         arrived = self._arrived(point)
@@ -376,11 +378,12 @@ class _Machine:
     def _as_arrived(self, point: Point, buffer: Buffer) -> Measured | None:
         """What an optimizer reads behind reductions into tensors of the program's, where it may as well be the sum of
         these as a multiple of the last one: passes on one batch give the same each time, and share it alike."""
-        is_read = any(isinstance(op, OptimizerStep) and op.seq == point.seq for _, _, op in self.ops)
-        earlier = [one.as_one().data for one in self.given[:-1] if one.columns]
-        if not (self.kept and is_read and earlier and len(buffer.columns) == 1):
+        if not (self.kept and len(buffer.columns) == 1):
             return None
-        if not all(is_multiple(point.values.data, each, self.result.epsilon) for each in earlier):
+        if not any(isinstance(op, OptimizerStep) and op.seq == point.seq for _, _, op in self.ops):
+            return None
+        earlier = [one.as_one().data for one in self.given[:-1] if one.columns]
+        if not earlier or not all(is_multiple(point.values.data, each, self.result.epsilon) for each in earlier):
             return None
         everything, _ = self._everything(point, buffer)
         given = np.any([one.nominal != 0 for one in self.given], axis=0).astype(float)

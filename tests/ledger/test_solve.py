@@ -70,7 +70,7 @@ def test_a_sum_beside_its_summands_again_is_shared_as_documented() -> None:
         for data, own in zip((total, *parts.T), (weights[0] + weights[1], weights[2], weights[3]), strict=True)
     ]
     values = (2 * total).astype(np.float32).astype(float)
-    found = made_up_of(columns, values, SINGLE, len(weights), slots=[(0, 0), (0, 0), (1, 0), (1, 0)])
+    found = made_up_of(columns, values, SINGLE, len(weights), passes=np.array([0, 0, 1, 1]))
     assert found is not None and found[3].fits
     assert found[0] == pytest.approx([1.0, 1.0, 1.0, 1.0], abs=1e-6)
     assert np.all(found[1] < 1e-5)

@@ -53,8 +53,7 @@ def _follow(every: Sequence[Judged]) -> bool:
 def give_early_clips(every: Sequence[Judged], wrong: Sequence[Judged], *, relative: bool = False) -> bool:
     """Give wrong weights to the clips of unfinished gradients, where these are all that is wrong with the step.
     `relative`: weights are known up to one number that all have in common."""
-    clipped = [early_product(one.held.replay, one.cell.column) < 1 - ACTS for one in wrong]
-    if not wrong or not all(clipped):
+    if not wrong or not all(early_product(one.held.replay, one.cell.column) < 1 - ACTS for one in wrong):
         return False
     if not (all(fits(one.held, one.cell) for one in every) or (relative and _follow(every))):
         return False

@@ -238,10 +238,10 @@ def _share(
     row, given = _row(one), []
     if chosen.loss is not None:
         culprit = blame_loss(contributions.by_key[one.cell.key], one.account.root)
-        divides = search.could_divide(chosen.loss / one.meant)
-        if around.by_hand is not None and not chosen.edits and abs(one.meant) >= 1 - SAME and divides:
+        by_hand = around.by_hand if not chosen.edits and abs(one.meant) >= 1 - SAME else None
+        if by_hand is not None and search.could_divide(chosen.loss / one.meant):
             # Ranks were combined by something that nobody recorded: it may as well be that which should have divided.
-            culprit = replace(culprit, unrecorded=True, before=around.by_hand)
+            culprit = replace(culprit, unrecorded=True, before=by_hand)
         given.append((_loss_or_hand(culprit, around.noisy), chosen.loss))
     for edit in chosen.edits:
         if edit.hand[0] == GAP:

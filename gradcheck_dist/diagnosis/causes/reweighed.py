@@ -28,13 +28,12 @@ def off_alike(matrix: Sequence[Held]) -> bool:
 
 def laid_together(every: Sequence[Judged]) -> bool:
     """Lay what losses weigh contributions apart by to the one unrecorded change that undoes it, where there is one."""
-    changes = [by_place(one.account.gaps) for one in every]
-    common = [place for place in changes[0] if all(place in gaps for gaps in changes)] if changes else []
     low, high = (bound((one.account.root for one in every), default=0.0) for bound in (min, max))
     tolerance = max((one.tolerance for one in every), default=0.0)
     if not 0 < low < high * (1 - 2 * tolerance):
         return False
-    for place in common:
+    changes = [by_place(one.account.gaps) for one in every]
+    for place in [place for place in changes[0] if all(place in gaps for gaps in changes)]:
         left = [
             one.account.root * prod(gap.factor for gap in gaps[place]) for one, gaps in zip(every, changes, strict=True)
         ]

@@ -58,6 +58,8 @@ def _leave_to_losses(wrong: Sequence[Judged], helped: Mapping[tuple[object, ...]
     reach, and only few came right by them: one number before the losses explains all of it, and the lines' own number,
     which makes up for that in a few gradients, is not what the others lack."""
     told = [one for one in wrong if one.shares and one.shares[0][0].spared is not None]
+    if not told:
+        return
     rest = [one for one in wrong if not one.shares and not one.gone and _as_its_loss(one)]
     right = {(one.held.param, one.held.rank) for of_place in helped.values() for one in of_place}
     if len(right) >= len({(one.held.param, one.held.rank) for one in (*told, *rest)}):

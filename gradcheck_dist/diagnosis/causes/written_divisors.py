@@ -20,7 +20,7 @@ from gradcheck_dist.diagnosis.causes.own_lines import MOST_LINES, between
 from gradcheck_dist.diagnosis.causes.routes import SAME
 from gradcheck_dist.diagnosis.weights.cells import SIGMAS
 from gradcheck_dist.diagnosis.weights.written import is_exactly_written
-from gradcheck_dist.events import GradWrite
+from gradcheck_dist.events import GradWrite, Site
 from gradcheck_dist.ledger.tracks import StepData
 
 Written = tuple[tuple[int, GradWrite], ...]
@@ -31,9 +31,12 @@ def free_of_divisors(data: StepData, every: Sequence[Judged]) -> None:
     weight is right, they do so to all of them, and something else changed these in another bracket."""
     if any(one.cell.right for one in every):
         return
-    found = [lines if _is_changed_besides(one, lines) else () for one in every for lines in [_lines(data, one)]]
-    if not found or len({tuple((write.site, write.factor) for _, write in lines) for lines in found}) > 1:
-        return
+    found: list[Written] = []
+    for one in every:
+        lines = _lines(data, one)
+        if not lines or not _is_changed_besides(one, lines) or _said(lines) != _said(found[0] if found else lines):
+            return
+        found.append(lines)
     for one, lines in zip(every, found, strict=True):
         old, gaps, root = one.account, list(one.account.gaps), one.account.root
         for index, write in lines:
@@ -41,6 +44,10 @@ def free_of_divisors(data: StepData, every: Sequence[Judged]) -> None:
             gaps[index] = replace(gap, factor=gap.factor / number, written=gap.written * number)
             root *= number
         one.account = Account(root, old.steps, gaps, old.arrived, old.leaf, old.by_hand)
+
+
+def _said(lines: Written) -> list[tuple[Site | None, float | None]]:
+    return [(write.site, write.factor) for _, write in lines]
 
 
 def _lines(data: StepData, one: Judged) -> Written:

@@ -14,6 +14,7 @@ from gradcheck_dist.diagnosis.weights.rounded import rounded_to
 from gradcheck_dist.events import AmpUnscale, Clip, Reduce, ScaleGrads
 from gradcheck_dist.ledger.buffers import Replay
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
+from gradcheck_dist.ledger.leaves import Basis
 from gradcheck_dist.ledger.solve import EPSILON
 from gradcheck_dist.ledger.tracks import ParamKey
 from gradcheck_dist.ledger.transit import Hop
@@ -209,7 +210,7 @@ def _with_cells(held: Held, dues: dict[ContributionKey, _Due], counts: bool) -> 
     if held.observed is None or held.stderr is None or held.nominal is None:
         return result
     num_scalings, epsilon = held.num_scalings, held.replay.epsilon
-    for key, groups in _columns(held.replay.basis.keys, held.partial):
+    for key, groups in _columns(held.replay.basis, held.partial):
         due = dues.get(key)
         if due is None:
             continue
@@ -247,16 +248,18 @@ def _with_cells(held: Held, dues: dict[ContributionKey, _Due], counts: bool) -> 
     if not result.cells and not counts:
         result.reason = COUNTS_NOTHING
     elif not result.cells:
-        alike = any(_are_alike(held, columns) for _, (columns,) in _columns(held.replay.basis.keys, partial=True))
+        alike = any(_are_alike(held, columns) for columns in held.replay.basis.of_contribution.values())
         result.reason = SUMMANDS_ALIKE if alike else TOO_SMALL
     return result
 
 
 def _are_alike(held: Held, columns: Sequence[int]) -> bool:
     """Whether one contribution's summands are the same on several ranks, and no zeros."""
+    if len(columns) < 2:
+        return False
     values = np.nan_to_num(held.replay.basis.values[list(columns)])
     size = float(np.abs(values).max(initial=0.0))
-    return len(columns) > 1 and size > 0 and float(np.ptp(values, axis=0).max()) <= GONE * size
+    return size > 0 and float(np.ptp(values, axis=0).max()) <= GONE * size
 
 
 def _own_summand(held: Held, group: Sequence[int]) -> int:
@@ -274,12 +277,10 @@ def _length(errors: np.ndarray, group: Sequence[int]) -> float:
     return float(errors[group[0]]) if len(group) == 1 else float(np.sqrt((errors[group] ** 2).sum()))
 
 
-def _columns(keys: list[ContributionKey], partial: bool) -> list[tuple[ContributionKey, list[list[int]]]]:
+def _columns(basis: Basis, partial: bool) -> list[tuple[ContributionKey, list[list[int]]]]:
     """The columns of each contribution: judged one by one, or, where the gradient itself is declared a partial sum,
     together (each rank then holds its own summand)."""
-    of_key: dict[ContributionKey, list[int]] = {}
-    for index, key in enumerate(keys):
-        of_key.setdefault(key, []).append(index)
+    of_key = basis.of_contribution
     if partial:
         return [(key, [columns]) for key, columns in of_key.items()]
     return [(key, [[column] for column in columns]) for key, columns in of_key.items()]

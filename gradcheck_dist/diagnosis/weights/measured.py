@@ -189,7 +189,7 @@ def _of_summands(whole: np.ndarray, held: Held, played: Replay) -> tuple[np.ndar
     if final is None or not final.made_of or np.isfinite(whole).sum() < LEAST_ELEMENTS:
         return None
     columns = [column.times(1.0 / final.clip) for column in final.made_of]
-    found = made_up_of(columns, whole, played.epsilon, len(played.basis), slots=played.basis.slots)
+    found = made_up_of(columns, whole, played.epsilon, len(played.basis), passes=played.basis.passes)
     if found is None or not (found[3].fits and found[3].checked):
         return None
     return found[0], found[1]

@@ -13,6 +13,7 @@ import numpy as np
 
 from gradcheck_dist.diagnosis.weights.cells import Held
 from gradcheck_dist.ledger.contributions import Contributions
+from gradcheck_dist.ledger.leaves import Basis
 from gradcheck_dist.ledger.tracks import Slot
 
 
@@ -22,34 +23,34 @@ def share_out(measured: Sequence[Held], contributions: Contributions) -> None:
     ranks = {key[0] for key in contributions.by_key}
     labelled = {key[1:] for key, one in contributions.by_key.items() if one.num_tokens is not None or one.label_hash}
     told = {slot for key in contributions.by_key if (slot := key[1:]) not in labelled}
-    columns = [_columns(held) for held in measured]
-    there = {slot for of_held in columns for slot in of_held}
+    bases = {id(held.replay.basis): held.replay.basis for held in measured}  # one for all ranks of a parameter
+    columns = {known_as: _columns(basis) for known_as, basis in bases.items()}
     unlike = {
         slot
-        for held, of_held in zip(measured, columns, strict=True)
-        for slot, indices in of_held.items()
-        if not _are_same(held, indices, ranks)
+        for known_as, basis in bases.items()
+        for slot, indices in columns[known_as].items()
+        if not _are_same(basis, indices, ranks)
     }
-    if len(ranks) < 2 or not there & unlike:
+    if len(ranks) < 2 or not unlike:
         return
-    for held, of_held in zip(measured, columns, strict=True):
+    for held in measured:
         if held.observed is None:
             continue
+        of_held = columns[id(held.replay.basis)]
         held.observed = held.observed.copy()
         for slot in told & of_held.keys() - unlike:
             held.observed[of_held[slot]] = np.mean(held.observed[of_held[slot]])
 
 
-def _columns(held: Held) -> dict[Slot, list[int]]:
+def _columns(basis: Basis) -> dict[Slot, list[int]]:
     found: dict[Slot, list[int]] = defaultdict(list)
-    for index, slot in enumerate(held.replay.basis.slots):
+    for index, slot in enumerate(basis.slots):
         found[slot].append(index)
     return found
 
 
-def _are_same(held: Held, columns: Sequence[int], ranks: set[int]) -> bool:
+def _are_same(basis: Basis, columns: Sequence[int], ranks: set[int]) -> bool:
     """Whether each of the ranks has one column, and all are equal, bit by bit."""
-    basis = held.replay.basis
     first, *others = (basis.values[column] for column in columns)
     one_each = len(columns) == len(ranks) and {basis.keys[column][0] for column in columns} == ranks
     return one_each and all(np.array_equal(first, other) for other in others)
