@@ -11,6 +11,7 @@ import pytest
 
 from gradcheck_dist.diagnosis.weights.cells import SUMMANDS_ALIKE, TOO_SMALL, Held, judge
 from gradcheck_dist.ledger.contributions import Contributions
+from gradcheck_dist.ledger.leaves import Basis
 
 OWN = np.array([1.0, -2.0, 0.5])
 
@@ -21,7 +22,7 @@ OWN = np.array([1.0, -2.0, 0.5])
 )
 def test_why_no_weight_is_known(summands: list[np.ndarray], why: str) -> None:
     keys = [(0, 0, 0)] * len(summands)
-    basis: Any = SimpleNamespace(keys=keys, values=np.array(summands), empty=frozenset())
+    basis = Basis(keys, [0] * len(keys), {}, np.array(summands), {keys[0]: len(keys)})
     unknown = np.full(len(summands), np.nan)
     replay: Any = SimpleNamespace(basis=basis, epsilon=2.0**-24, history=lambda rank: [])
     held = Held((-1, "w"), 0, replay, unknown, unknown, unknown, visible=[True] * len(keys))
