@@ -208,6 +208,9 @@ def _mixture(target: Aim, objective: str, measured: list[Held]) -> OwnMeans | No
     for key, count in target.tokens.items():
         if count:
             steps[key[1]].append(key)
+    known = {key: weight for key, weight in target.expected.items() if weight}
+    if not known or weigh_as(known, target.contributions):
+        return None  # something behind the losses did it
     own = own_weights(target, objective, steps.values())
     shares = {k: usual(measured, target.contributions, own, keys) for k, keys in steps.items()}
     numbers = {k: Fraction(round(100 * share), 100) for k, share in shares.items()}
@@ -220,9 +223,9 @@ def _mixture(target: Aim, objective: str, measured: list[Held]) -> OwnMeans | No
         f"the accumulation steps weigh {shown} of a mean over the tokens of each, which add up to 1: coefficients of a "
         "mixture, if they are meant. gradcheck_dist.mark_loss(loss_sum, num_tokens, coefficient=...) tells"
     )
-    if weigh_as(scaled, target.contributions) and not weigh_as(target.expected, target.contributions):
+    if weigh_as(scaled, target.contributions):
         return OwnMeans(replace(target, expected=target.filled(scaled)), reasons=[reason])
-    return None  # something behind the losses did it
+    return None
 
 
 def weigh_as(expected: Mapping[ContributionKey, Fraction], contributions: Contributions) -> bool:
@@ -338,13 +341,8 @@ def usual(
 ) -> float:
     """By what most of a loss's weights are off, of several as frequent factors the one at the loss, as the weight tells
     that was measured best; 1 where none is known."""
-    wanted = set(keys)
-    found = [
-        cell
-        for held in judge(measured, contributions, dict(expected))
-        for cell in held.cells
-        if cell.key in wanted and cell.ratio > SAME
-    ]
+    own = {key: expected[key] for key in keys if key in expected}
+    found = [cell for held in judge(measured, contributions, own) for cell in held.cells if cell.ratio > SAME]
     if not found:
         return 1.0
     ratios = np.array([cell.ratio for cell in found])

@@ -48,7 +48,7 @@ def weighs_nothing(ratio: float, margin: float, largest: float = 1.0) -> bool:
     return abs(ratio) <= max(margin, min(GONE * largest, FAR * margin))
 
 
-@dataclass
+@dataclass(slots=True)
 class Cell:
     """One contribution's weight in one parameter's gradient on one rank. `ratio` is observed / expected.
 
@@ -210,13 +210,14 @@ def _with_cells(held: Held, dues: dict[ContributionKey, _Due], counts: bool) -> 
     if held.observed is None or held.stderr is None or held.nominal is None:
         return result
     num_scalings, epsilon = held.num_scalings, held.replay.epsilon
+    visible, empty = held.visible, held.replay.basis.empty
     for key, groups in _columns(held.replay.basis, held.partial):
         due = dues.get(key)
         if due is None:
             continue
         root, weight = due.root / held.parts, due.weight
         for group in groups:
-            if not any(held.visible[column] and column not in held.replay.basis.empty for column in group):
+            if not any(visible[column] and column not in empty for column in group):
                 continue
             seen, size, error = 0.0, weight, 0.0  # what is multiplied by zero at the loss needs no measurement
             if root:
