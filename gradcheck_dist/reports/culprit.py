@@ -74,10 +74,13 @@ def culprit(event: FirstEvent) -> Culprit:
     if event.unrecorded:
         facts.append(f"nothing that was recorded did it: it happened after this event and before {end_of(event)}")
     path = short_path(event.file) if event.file else None
+    shown = excerpt(event.file, event.line, until=last_line_of(event))
+    if event.file and shown is None:
+        facts.append("its lines are not shown: no such file lies below the folder in which this was written")
     return Culprit(
         _line(event),
         tuple(facts),
-        excerpt(event.file, event.line, until=last_line_of(event)),
+        shown,
         path,
         max(1, event.line or 1),
     )

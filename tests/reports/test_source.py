@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from gradcheck_dist.diagnosis.finding import FirstEvent
 from gradcheck_dist.reports import source
+from gradcheck_dist.reports.culprit import culprit as in_words
 from gradcheck_dist.reports.source import excerpt, line_text, modified_s, short_path
 
 
@@ -66,3 +68,11 @@ def test_of_what_python_keeps_in_memory_cells_are_shown_and_files_are_not(
     monkeypatch.setitem(linecache.cache, str(secret), (9, 1.0, ["TOKEN = 1\n"], str(secret)))
     assert line_text("<ipython-input-1>", 1) == "loss.backward()"
     assert line_text(str(secret), 1) is None
+
+
+def test_a_culprit_whose_lines_are_not_shown_says_why(here: Path) -> None:
+    (here / "train.py").write_text("if step:\n\tloss.backward()\n")
+    events = (FirstEvent(rank=0, seq=0, kind="backward", file=f, line=2) for f in ("train.py", "elsewhere/train.py"))
+    shown, absent = map(in_words, events)
+    assert shown.excerpt is not None and not any("not shown" in fact for fact in shown.facts)
+    assert absent.excerpt is None and any("its lines are not shown" in fact for fact in absent.facts)
