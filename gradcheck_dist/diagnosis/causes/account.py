@@ -18,7 +18,7 @@ from math import prod
 import numpy as np
 
 from gradcheck_dist.diagnosis.causes.averages import ask_for_average, average_again
-from gradcheck_dist.diagnosis.causes.places import caller_of
+from gradcheck_dist.diagnosis.causes.places import caller_of, kind_of, line_of
 from gradcheck_dist.diagnosis.causes.routes import SAME, contains, origin, route
 from gradcheck_dist.diagnosis.weights.cells import Cell, Held
 from gradcheck_dist.events import AmpUnscale, Backward, Clip, Event, OptimizerStep, Reduce, ScaleGrads, ZeroGrad
@@ -115,6 +115,13 @@ class Account:
         for step in self.steps:
             found.setdefault(step.hand, []).append(step.factor)
         return found
+
+    @cached_property
+    def way(self) -> tuple[object, ...]:
+        """Equal for weights that went through the same events, recorded and measured ones."""
+        ends = tuple((gap.inside, *(event and (kind_of(event), line_of(event)) for event in (gap.start, gap.end)))
+                     for gap in self.gaps)  # fmt: skip
+        return (round(prod(step.factor for step in self.steps), 9), ends)
 
     @cached_property
     def doings(self) -> tuple[object, ...]:

@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gradcheck_dist.diagnosis.causes.account import Hand
-from gradcheck_dist.diagnosis.causes.culprit import Culprit, blame_loss, kind_of
+from gradcheck_dist.diagnosis.causes.culprit import Culprit, blame_loss
+from gradcheck_dist.diagnosis.causes.places import kind_of
 from gradcheck_dist.diagnosis.causes.routes import SAME
 from gradcheck_dist.diagnosis.causes.vocabulary import GAP, LOSSES, Explanation
 from gradcheck_dist.events import Event

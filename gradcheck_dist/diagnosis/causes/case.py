@@ -8,7 +8,8 @@ from math import log2
 from statistics import median
 from typing import TYPE_CHECKING
 
-from gradcheck_dist.diagnosis.causes.culprit import Culprit, kind_of
+from gradcheck_dist.diagnosis.causes.culprit import Culprit
+from gradcheck_dist.diagnosis.causes.places import kind_of
 from gradcheck_dist.diagnosis.causes.vocabulary import CLIP_COEFFICIENT, is_one_count, is_scale
 from gradcheck_dist.diagnosis.finding import Candidate, Factor, FirstEvent
 from gradcheck_dist.diagnosis.weights.cells import Cell, Held

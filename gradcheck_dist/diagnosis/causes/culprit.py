@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gradcheck_dist.diagnosis.causes.account import Account, Gap
-from gradcheck_dist.diagnosis.causes.places import caller_of, line_of
+from gradcheck_dist.diagnosis.causes.places import caller_of, kind_of, line_of
 from gradcheck_dist.diagnosis.causes.vocabulary import Rival
 from gradcheck_dist.diagnosis.weights.cells import Held
 from gradcheck_dist.events import Backward, Event, GradWrite, LossGradient
@@ -119,11 +119,6 @@ def last_backward(data: StepData, held: Held, rank: int) -> Event | None:
     passes = [event for event in data.events[rank] if isinstance(event, Backward)]
     own = [event for event in passes if track.param.id in data.params_of(rank, event.params)]
     return next(reversed(own or passes), None)
-
-
-def kind_of(event: Event) -> str:
-    kind = str(event.__struct_config__.tag)
-    return "loss" if isinstance(event, LossGradient) else kind
 
 
 def culprit_of_gap(gap: Gap, accounted: Account) -> Culprit:

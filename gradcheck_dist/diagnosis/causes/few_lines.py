@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from gradcheck_dist.diagnosis.causes.account import Account
-from gradcheck_dist.diagnosis.causes.culprit import Culprit, kind_of
+from gradcheck_dist.diagnosis.causes.culprit import Culprit
 from gradcheck_dist.diagnosis.causes.hands import Judged
-from gradcheck_dist.diagnosis.causes.places import line_of
+from gradcheck_dist.diagnosis.causes.places import kind_of, line_of
 from gradcheck_dist.diagnosis.causes.routes import SAME
 from gradcheck_dist.diagnosis.weights.cells import Cell, Held
 from gradcheck_dist.diagnosis.weights.written import number_of_line

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from math import prod
 
 from gradcheck_dist.diagnosis.causes.account import Account, Hand, Step
 from gradcheck_dist.diagnosis.causes.brackets import hidden, widen
-from gradcheck_dist.diagnosis.causes.culprit import Culprit, blame_loss, kind_of
+from gradcheck_dist.diagnosis.causes.culprit import Culprit, blame_loss
 from gradcheck_dist.diagnosis.causes.explanations import Search
-from gradcheck_dist.diagnosis.causes.places import line_of
+from gradcheck_dist.diagnosis.causes.places import kind_of
 from gradcheck_dist.diagnosis.causes.routes import SAME
 from gradcheck_dist.diagnosis.causes.vocabulary import GAP, Explanation, Rival, Row
 from gradcheck_dist.diagnosis.weights.cells import Cell, Held, weighs_nothing
@@ -56,12 +55,10 @@ class Judged:
     rounding: float = 1e-6
     like: Judged | None = None
 
-    @cached_property
+    @property
     def way(self) -> tuple[object, ...]:
         """Equal for weights that went through the same events, recorded and measured ones, from the same slot on."""
-        ends = tuple((gap.inside, *(event and (kind_of(event), line_of(event)) for event in (gap.start, gap.end)))
-                     for gap in self.account.gaps)  # fmt: skip
-        return (self.cell.key[1:], round(prod(step.factor for step in self.account.steps), 9), ends)
+        return (self.cell.key[1:], *self.account.way)
 
     @property
     def tolerance(self) -> float:

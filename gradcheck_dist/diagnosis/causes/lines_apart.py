@@ -12,9 +12,9 @@ from itertools import combinations
 from math import prod
 
 from gradcheck_dist.diagnosis.causes.blame import Blame, with_share
-from gradcheck_dist.diagnosis.causes.culprit import Culprit, kind_of
+from gradcheck_dist.diagnosis.causes.culprit import Culprit
 from gradcheck_dist.diagnosis.causes.own_lines import between, params_on
-from gradcheck_dist.diagnosis.causes.places import line_of
+from gradcheck_dist.diagnosis.causes.places import kind_of, line_of
 from gradcheck_dist.diagnosis.causes.routes import SAME
 from gradcheck_dist.diagnosis.weights.cells import Cell, Held
 from gradcheck_dist.diagnosis.weights.written import number_of_line

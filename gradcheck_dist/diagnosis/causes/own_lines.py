@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from math import inf, prod
 
-from gradcheck_dist.diagnosis.causes.culprit import Culprit, kind_of
-from gradcheck_dist.diagnosis.causes.places import line_of
+from gradcheck_dist.diagnosis.causes.culprit import Culprit
+from gradcheck_dist.diagnosis.causes.places import kind_of, line_of
 from gradcheck_dist.diagnosis.weights.cells import Cell, Held
 from gradcheck_dist.diagnosis.weights.factors import name_number
 from gradcheck_dist.diagnosis.weights.written import SIMPLE, is_exactly_written, is_written

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from gradcheck_dist.events import Backward, Event, PipelineStep, Reduce, ScaleGrads
+from gradcheck_dist.events import Backward, Event, LossGradient, PipelineStep, Reduce, ScaleGrads
+
+
+def kind_of(event: Event) -> str:
+    return "loss" if isinstance(event, LossGradient) else str(event.__struct_config__.tag)
 
 
 def line_of(event: Event) -> tuple[str, int] | None:

@@ -8,9 +8,8 @@ from dataclasses import replace
 from math import prod
 
 from gradcheck_dist.diagnosis.causes.account import Account, Gap
-from gradcheck_dist.diagnosis.causes.culprit import kind_of
 from gradcheck_dist.diagnosis.causes.hands import Judged
-from gradcheck_dist.diagnosis.causes.places import line_of
+from gradcheck_dist.diagnosis.causes.places import kind_of, line_of
 from gradcheck_dist.diagnosis.weights.cells import Held
 
 Start = tuple[str, tuple[str, int] | None]

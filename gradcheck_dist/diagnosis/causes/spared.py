@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from math import log, prod
 
 from gradcheck_dist.diagnosis.causes.account import Gap
-from gradcheck_dist.diagnosis.causes.culprit import Culprit, kind_of
+from gradcheck_dist.diagnosis.causes.culprit import Culprit
 from gradcheck_dist.diagnosis.causes.hands import NOISY, Judged, still_wrong
-from gradcheck_dist.diagnosis.causes.places import line_of
+from gradcheck_dist.diagnosis.causes.places import kind_of, line_of
 from gradcheck_dist.diagnosis.causes.routes import SAME
 
 

@@ -11,9 +11,8 @@ from math import log, prod
 from statistics import median
 
 from gradcheck_dist.diagnosis.causes.account import Account, Gap
-from gradcheck_dist.diagnosis.causes.culprit import kind_of
 from gradcheck_dist.diagnosis.causes.hands import Judged
-from gradcheck_dist.diagnosis.causes.places import line_of
+from gradcheck_dist.diagnosis.causes.places import kind_of, line_of
 from gradcheck_dist.diagnosis.causes.reweighed import Start, by_place
 from gradcheck_dist.diagnosis.causes.routes import SAME
 from gradcheck_dist.diagnosis.weights.cells import SIGMAS

@@ -43,7 +43,7 @@ from gradcheck_dist.diagnosis.answer import Answer
 from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
 from gradcheck_dist.diagnosis.causes.alone import divides_alone, is_alone, reduced_alone
 from gradcheck_dist.diagnosis.causes.case import Case
-from gradcheck_dist.diagnosis.causes.culprit import kind_of
+from gradcheck_dist.diagnosis.causes.places import kind_of
 from gradcheck_dist.diagnosis.finding import Factor
 from gradcheck_dist.diagnosis.open_cases.parted_heads import undoing_gathers
 from gradcheck_dist.diagnosis.weights.cells import Cell, Held, weighs_nothing

@@ -31,7 +31,7 @@ from itertools import islice
 
 from gradcheck_dist.diagnosis.answer import Answer
 from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
-from gradcheck_dist.diagnosis.causes.culprit import kind_of
+from gradcheck_dist.diagnosis.causes.places import kind_of
 from gradcheck_dist.events import WRITTEN, Event, GradWrite
 from gradcheck_dist.ledger.changed_places import ChangedPlaces, changed_places
 from gradcheck_dist.wording import plural

@@ -9,8 +9,8 @@ from fractions import Fraction
 import msgspec
 
 from gradcheck_dist.diagnosis.causes.account import event_at
-from gradcheck_dist.diagnosis.causes.culprit import kind_of
 from gradcheck_dist.diagnosis.causes.own_lines import lines_that_write
+from gradcheck_dist.diagnosis.causes.places import kind_of
 from gradcheck_dist.diagnosis.steps.reduced_early import early_in_words, reduced_early
 from gradcheck_dist.diagnosis.weights.cells import Cell, Held, judge
 from gradcheck_dist.diagnosis.words import that_write

@@ -8,7 +8,7 @@ every weight.
 from __future__ import annotations
 
 from gradcheck_dist.diagnosis.causes.account import Gap, account
-from gradcheck_dist.diagnosis.causes.culprit import kind_of
+from gradcheck_dist.diagnosis.causes.places import kind_of
 from gradcheck_dist.diagnosis.causes.routes import route
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
 from gradcheck_dist.diagnosis.weights.cells import SIGMAS, Cell, Held
