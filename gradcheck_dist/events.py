@@ -18,6 +18,9 @@ from gradcheck_dist.model_events import OF_SUMMANDS as OF_SUMMANDS
 from gradcheck_dist.model_events import SAID_ALIKE as SAID_ALIKE
 from gradcheck_dist.model_events import SAID_SUMMANDS as SAID_SUMMANDS
 from gradcheck_dist.model_events import SENT as SENT
+from gradcheck_dist.model_events import UNSYNCED_PAST as UNSYNCED_PAST
+from gradcheck_dist.model_events import UNSYNCED_TOLD as UNSYNCED_TOLD
+from gradcheck_dist.model_events import UNSYNCED_WAITS as UNSYNCED_WAITS
 from gradcheck_dist.model_events import AddedByFunction as AddedByFunction
 from gradcheck_dist.model_events import AttentionBackward as AttentionBackward
 from gradcheck_dist.model_events import Backward as Backward

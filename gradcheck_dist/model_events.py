@@ -153,10 +153,16 @@ class LossTerm(ReducedGradient, tag="loss_term"):
     attached: bool = False
 
 
+UNSYNCED_TOLD, UNSYNCED_PAST, UNSYNCED_WAITS = "told", "past", "waits"
+"""Why a wrapper did not reduce in a pass."""
+
+
 class Backward(Event, tag="backward"):
     """One backward pass: the leaves of one contribution (accumulation step, microbatch) arrived.
 
-    `sync` is False when a data-parallel wrapper was told not to reduce in this pass. `seq` is taken when the pass
+    `sync` is False when a data-parallel wrapper did not reduce in this pass, and `unsynced` says why where that is
+    known: UNSYNCED_TOLD (by no_sync and its like), UNSYNCED_PAST (no forward went through it), UNSYNCED_WAITS (for
+    parameters that the pass left out). `seq` is taken when the pass
     begins, so reductions inside it come after it. `params` are the parameters whose leaf received a gradient.
     `returned`: the gradients were handed to the caller (torch.autograd.grad) and not accumulated. `first_of_forward`:
     the accumulation step of the first pass that differentiated this one's forward pass, which kept its graph
@@ -175,6 +181,7 @@ class Backward(Event, tag="backward"):
     first_of_forward: Index | None = None
     onto_itself: int | None = None
     inputs_hash: int | None = None
+    unsynced: str | None = None
 
 
 class StageGradient(Event, tag="stage_gradient"):

@@ -25,6 +25,8 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
         ("backward again in unequal passes", "Call backward() once behind each forward"),
         ("bias outside", "Make these parameters part of the wrapped module"),
         ("no_sync", "Let the last backward of the step reduce: leave no_sync()"),
+        ("past the wrapper", "Let the last backward of the step reduce: compute gradients through the wrapped module"),
+        ("part left out", "Let the last backward of the step reduce: leave no trained parameter of it out"),
         ("replicate, never in sync", "Let the last backward of the step reduce: leave no_sync()"),
         ("one wrapper out of sync", "Let the last backward of the step reduce: leave no_sync()"),
         ("idle hook", "Let the hook all-reduce its bucket and return the result"),
@@ -33,6 +35,19 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
 def test_the_fix_is_that_of_the_cause(reports: dict[str, Report], variant: str, begins: str) -> None:
     told = [finding.fix for finding in reports[variant].findings if finding.code == "GS103"]
     assert len(told) == 1 and told[0].startswith(begins)
+
+
+@pytest.mark.parametrize(
+    ("variant", "why"),
+    [
+        ("no_sync", "it was told not to"),
+        ("past the wrapper", "the model was called past it"),
+        ("part left out", "it waits for a parameter that the pass left out"),
+    ],
+)
+def test_why_the_wrapper_did_not_reduce_is_told(reports: dict[str, Report], variant: str, why: str) -> None:
+    (told,) = (finding.explanation for finding in reports[variant].findings if finding.code == "GS103")
+    assert f"(the wrapper did not reduce in this pass: {why})" in told
 
 
 @pytest.mark.parametrize("variant", ["backward again", "backward again in unequal passes"])

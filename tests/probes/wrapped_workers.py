@@ -12,9 +12,20 @@ from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hoo
 from torch.nn.parallel import DistributedDataParallel
 
 VARIANTS = ("backward again", "backward again in unequal passes", "bias outside", "no_sync", "idle hook",
-            "replicate, never in sync", "one wrapper out of sync")  # fmt: skip
+            "replicate, never in sync", "one wrapper out of sync", "past the wrapper", "part left out")  # fmt: skip
 IN_NO_SYNC = ("no_sync", "one wrapper out of sync")
 STEPS = 2
+
+
+class WithSpare(nn.Module):
+    """A part of it takes no part in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.spare = Net(), nn.Linear(2, 2)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.net(tokens)
 
 
 def run(folder: str) -> None:
@@ -24,6 +35,8 @@ def run(folder: str) -> None:
 def train(variant: str) -> None:
     torch.manual_seed(0)
     net = replicate(Net()) if variant.startswith("replicate") else DistributedDataParallel(Net())
+    if variant == "part left out":
+        net = DistributedDataParallel(WithSpare())
     if variant == "idle hook":
         net.register_comm_hook(None, noop_hook)
     if variant == "replicate, never in sync":
@@ -36,14 +49,15 @@ def train(variant: str) -> None:
     params = [*net.parameters(), *(outside.parameters() if outside is not None else ())]
     optimizer = torch.optim.SGD(params, lr=0.1)
     passes = 1 + dist.get_rank() if variant == "backward again in unequal passes" else 1
-    for step in range(STEPS):
+    model = net.module if variant == "past the wrapper" else net
+    for step in range(1 if variant == "part left out" else STEPS):  # DDP refuses a second one
         batches = [batch(dist.get_rank(), step + k) for k in range(passes)]
         count = sum((labels >= 0).sum() for _, labels in batches)
         dist.all_reduce(count)
         for k, (tokens, labels) in enumerate(batches):
             quiet = net.inner if variant == "one wrapper out of sync" else net
             with quiet.no_sync() if variant in IN_NO_SYNC or k < passes - 1 else nullcontext():
-                logits = net(tokens) + (outside(torch.ones(1)) if outside is not None else 0)
+                logits = model(tokens) + (outside(torch.ones(1)) if outside is not None else 0)
                 loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
                 loss = loss * dist.get_world_size() / count
                 if variant.startswith("backward again") and k == 0:

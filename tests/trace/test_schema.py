@@ -24,7 +24,7 @@ FROZEN = {
     ),
     "backward": (
         "accumulation_step microbatch stage sync params duration_ns returned first_of_forward onto_itself inputs_hash "
-        "seq t_ns step site"
+        "unsynced seq t_ns step site"
     ),
     "stage_gradient": "accumulation_step microbatch side shape dtype values stage forward seq t_ns step site",
     "exchange": (

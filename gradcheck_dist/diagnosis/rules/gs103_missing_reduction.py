@@ -44,6 +44,7 @@ from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
 from gradcheck_dist.diagnosis.causes.alone import divides_alone, is_alone, reduced_alone
 from gradcheck_dist.diagnosis.causes.case import Case
 from gradcheck_dist.diagnosis.causes.places import kind_of
+from gradcheck_dist.diagnosis.causes.unsynced import syncing, unsynced, why_unsynced
 from gradcheck_dist.diagnosis.finding import Factor
 from gradcheck_dist.diagnosis.open_cases.parted_heads import undoing_gathers
 from gradcheck_dist.diagnosis.weights.cells import Cell, Held, weighs_nothing
@@ -95,12 +96,8 @@ def judge(case: Case) -> Answer | None:
     steps = sorted({cell.key[1] for cell in foreign})
     which = f"of {numbered('accumulation step', steps)} " if len(steps) < case.context.num_accumulation else ""
     sync = getattr(case.event, "sync", None)
-    why = (
-        " (the wrapper did not reduce in this pass: told not to, the model was called past it, or it waits for a "
-        "parameter that the pass left out)"
-        if sync is False
-        else ""
-    )
+    not_told = sync is not False and not unsynced(case.event)
+    why = "" if not_told else f" (the wrapper did not reduce in this pass: {why_unsynced(case.event)})"
     others = [cell for held in case.held for cell in held.cells if _is_foreign(case, held.rank, cell.key[0])]
     reduced = any(not is_alone(event) for held in case.held for event in _reductions(held))
     what = "no reduction over these ranks" if any(map(_reductions, case.held)) else "no reduction"
@@ -224,7 +221,7 @@ def _mended(case: Case, lacking: str | None, beside: Reduce | None) -> str:
             "Make these parameters part of the wrapped module before it is wrapped, and list none as ignored: the "
             "wrapper reduces others in this pass. Or reduce them by hand (dist.all_reduce), by the same number."
         )
-    if case.configured_at is None and sync is None:
+    if case.configured_at is None and sync is None and not unsynced(case.event):
         return (
             "Reduce the gradients over these ranks after the last backward (dist.all_reduce, and a division by their "
             "number where each rank's loss is a mean of its own), or train through DDP or FSDP."
@@ -234,11 +231,7 @@ def _mended(case: Case, lacking: str | None, beside: Reduce | None) -> str:
             "Let the last backward of the step reduce these parameters, too: a wrapper keeps their gradients aside "
             "(FSDP2: set_requires_gradient_sync(True) on every module that it was turned off for)."
         )
-    return (
-        "Let the last backward of the step reduce: leave no_sync() before its forward (FSDP2 and "
-        "replicate: set_requires_gradient_sync(True)), and compute gradients through the wrapped module, of all its "
-        "parameters or with find_unused_parameters."
-    )
+    return f"Let the last backward of the step reduce: {syncing(case.event)}."
 
 
 def _too_few_divide(case: Case) -> str:

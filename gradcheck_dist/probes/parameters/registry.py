@@ -67,6 +67,7 @@ class Registry(Plans):
         self.rotates = False
         self.known_modules: dict[int, nn.Module] = {}
         self.wrapper_sites: dict[int, Site | None] = {}
+        self.wrappers_built: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the DDP instances that are there
         self.wrapper_trains: dict[int, set[int]] = {}  # ids of what a DDP instance was made to reduce, and holds
 
     def find(self, param: Tensor) -> ParamInfo | None:

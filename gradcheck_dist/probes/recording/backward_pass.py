@@ -152,6 +152,7 @@ class BackwardPass:
         "targets",
         "thread",
         "touched",
+        "unsynced",
         "whole",
     )
 
@@ -163,6 +164,7 @@ class BackwardPass:
         self.site = site
         self.start_ns = time.perf_counter_ns()
         self.sync: bool | None = None
+        self.unsynced: str | None = None  # why the wrapper of `sync` did not reduce
         self.touched: dict[int, ParamInfo] = {}
         self.leaves: list[LocalPlan] = []  # sampled into their slots; rows are made when the pass is over
         self.started_from: Any = None  # the gradients that the caller gave, while the pass begins

@@ -477,6 +477,7 @@ class Recorder(Sampler):
             first_of_forward=current.first_of_forward,
             onto_itself=self.registry.param_set(list(current.onto_itself.values())) if current.onto_itself else None,
             inputs_hash=current.inputs,
+            unsynced=current.unsynced,
         )
         if sample_after:
             self.sample_grads(current.seq, AFTER, current.not_reduced())

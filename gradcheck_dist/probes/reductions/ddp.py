@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from gradcheck_dist.events import AFTER
+from gradcheck_dist.events import AFTER, UNSYNCED_PAST, UNSYNCED_TOLD, UNSYNCED_WAITS
 from gradcheck_dist.probes.backward import autograd
 from gradcheck_dist.probes.parameters.registry import ParamInfo
 from gradcheck_dist.probes.recording.patching import Patches
@@ -38,12 +38,15 @@ _AVERAGING_HOOKS = {
 
 class _State:
     """What is known of one DDP instance. `frozen`: parameters that the reducer has had from the start and that ask for
-    no gradient now, as those of an optimizer whose turn it is not."""
+    no gradient now, as those of an optimizer whose turn it is not. `forward`: whether its last forward was told to let
+    the next backward reduce, None before there was one; `held` are those which were not, and have not gone backward."""
 
     def __init__(self, ddp: DistributedDataParallel, wrapper: int) -> None:
         self.ddp, self.wrapper = ddp, wrapper
         self.infos: list[ParamInfo] = []
         self.frozen: list[ParamInfo] = []
+        self.forward: bool | None = None
+        self.held = 0
         self.group = tuple(dist.get_process_group_ranks(ddp.process_group))
 
     def take(self, recorder: Recorder, infos: list[ParamInfo]) -> None:
@@ -72,7 +75,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
         @functools.wraps(original)
         def post_forward(self: DistributedDataParallel, output: Any) -> Any:
             if torch.is_grad_enabled():
-                (arm if self.require_backward_grad_sync else known)(recorder, self)
+                (arm if self.require_backward_grad_sync else hold)(recorder, self)
             return original(self, output)
 
         return post_forward
@@ -110,6 +113,7 @@ def made(recorder: Recorder, module: nn.Module) -> None:
 def built(recorder: Recorder, ddp: DistributedDataParallel) -> None:
     """Its reducer has what asks for a gradient now, whatever is frozen in a pass, and under whatever name it lies then
     (below an adapter)."""
+    recorder.registry.wrappers_built.add(ddp)
     recorder.registry.wrapper_trains[id(ddp)] = {id(param) for param in ddp.module.parameters() if param.requires_grad}
 
 
@@ -143,7 +147,16 @@ def state_of(recorder: Recorder, ddp: DistributedDataParallel, name: str = "") -
 @guarded("ddp")
 def arm(recorder: Recorder, ddp: DistributedDataParallel) -> None:
     """The reducer will reduce in the next backward."""
-    recorder.armed.add(known(recorder, ddp).wrapper)
+    state = known(recorder, ddp)
+    state.forward, state.held = True, 0
+    recorder.armed.add(state.wrapper)
+
+
+@guarded("ddp")
+def hold(recorder: Recorder, ddp: DistributedDataParallel) -> None:
+    """The reducer is told not to reduce in the next backward."""
+    state = known(recorder, ddp)
+    state.forward, state.held = False, state.held + 1
 
 
 @guarded("ddp")
@@ -189,6 +202,8 @@ def complete(recorder: Recorder, current: BackwardPass) -> None:
     """At the end of a pass: say of each DDP instance that took part whether it reduced."""
     states: dict[int, _State] = recorder.ddp_states
     touched = {info.wrapper for info in current.touched.values()}
+    if recorder.registry.wrappers_built and _trained_past(recorder, current):
+        current.unsynced = UNSYNCED_PAST
     for state in states.values():
         if state.wrapper not in touched:
             continue
@@ -198,6 +213,7 @@ def complete(recorder: Recorder, current: BackwardPass) -> None:
         if seq is not None:
             recorder.armed.discard(state.wrapper)
         current.sync = seq is not None and _got_through(state, current)
+        current.unsynced = None if current.sync else _why(state, is_armed=seq is not None)
         if seq is None or not current.sync:
             continue
         op, hook = _operation(state.ddp, current)
@@ -219,6 +235,23 @@ def _got_through(state: _State, current: BackwardPass) -> bool:
     """Whether the reducer has finished. Without `find_unused_parameters` it waits for every parameter: a pass that
     leaves one out reduces none, and only the next forward says so."""
     return all(info.id in current.touched for info in state.infos) or _finished(state)
+
+
+def _why(state: _State, *, is_armed: bool) -> str | None:
+    """Why a wrapper did not reduce; None where that is not known, as where one forward is gone backward from again."""
+    if is_armed:
+        return UNSYNCED_WAITS
+    if state.forward is None:
+        return UNSYNCED_PAST
+    state.held -= 1
+    return UNSYNCED_TOLD if state.held >= 0 else None
+
+
+def _trained_past(recorder: Recorder, current: BackwardPass) -> bool:
+    """Whether a pass reached parameters of an instance through which no forward ever went."""
+    reached = {id(info.param) for info in current.touched.values() if info.wrapper is None}
+    trains = recorder.registry.wrapper_trains
+    return any(not reached.isdisjoint(trains.get(id(ddp), ())) for ddp in recorder.registry.wrappers_built)
 
 
 def _finished(state: _State) -> bool:

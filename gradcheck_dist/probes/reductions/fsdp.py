@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gradcheck_dist.events import AFTER, BEFORE
+from gradcheck_dist.events import AFTER, BEFORE, UNSYNCED_TOLD
 from gradcheck_dist.probes.backward import autograd
 from gradcheck_dist.probes.parameters.places import Place
 from gradcheck_dist.probes.parameters.regions import Region
@@ -102,6 +102,7 @@ def _watch_post(recorder: Recorder, original: Callable[..., None]) -> Callable[.
         current = recorder.current
         if current is not None:
             current.sync = bool(self.reduce_grads)
+            current.unsynced = None if current.sync else UNSYNCED_TOLD
             recorder.fsdp_groups.add(self)
         original(self, *unused)
 

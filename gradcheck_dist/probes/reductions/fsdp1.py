@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gradcheck_dist.events import AFTER, BEFORE, LEAF
+from gradcheck_dist.events import AFTER, BEFORE, LEAF, UNSYNCED_TOLD
 from gradcheck_dist.probes.backward import autograd
 from gradcheck_dist.probes.optimizers.clips import after_clip, before_clip, inside_clip
 from gradcheck_dist.probes.parameters.regions import Region
@@ -159,6 +159,7 @@ def arrived(recorder: Recorder, flat: Flat, grad: Tensor | None) -> Tensor | Non
     if current is None or grad is None:
         return None
     current.sync = bool(flat.state._sync_gradients)
+    current.unsynced = None if current.sync else UNSYNCED_TOLD
     current.touched.update({info.id: info for info in flat.infos if info.param.requires_grad})
     if flat.begun != recorder.step:
         flat.begun = recorder.step
