@@ -68,6 +68,11 @@ def _watch(recorder: Recorder, original: Callable[..., Any], gradients_at: int) 
             if gradients_at == 1:  # autograd.grad leaves nothing behind
                 recorder.captures.holds(BACKWARD)
             return original(*args, **kwargs)
+        if any(hasattr(one, "__next__") for one in (*args, *kwargs.values())):
+            # Torch makes tuples of iterators (`model.parameters()`), which can be read once.
+            args = tuple(tuple(one) if hasattr(one, "__next__") else one for one in args)
+            for name in [name for name, one in kwargs.items() if hasattr(one, "__next__")]:
+                kwargs[name] = tuple(kwargs[name])
         current = open_pass(recorder)
         if current is not None:
             current.returned = gradients_at == OF_GRAD
