@@ -38,6 +38,22 @@ def test_log_softmax_and_gather_is_a_loss_whose_masked_tokens_do_not_count(tmp_p
     assert found.weight_min == found.weight_max == pytest.approx(1 / 8)
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_rows_that_are_taken_by_their_numbers_count_as_tokens(tmp_path: Path, late: bool) -> None:
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        log_probs, losses = logits.log_softmax(-1), torch.zeros(6)
+        for rows in (torch.tensor([1, 2, 4]), torch.tensor([0, 3])):  # of an adaptive softmax's clusters
+            own, index = log_probs.index_select(0, rows), labels.index_select(0, rows)
+            picked = own[range(len(rows)), index] if late else own.gather(1, index[:, None]).squeeze(1)
+            losses.index_copy_(0, rows, -picked)
+            log_probs = (2 * logits).log_softmax(-1)
+        return losses.sum() / 6
+
+    found = gradients(tmp_path, loss)
+    assert sorted(one.num_tokens or 0 for one in found) == [2, 3]
+    assert all(one.weight == pytest.approx(1 / 6) for one in found)
+
+
 @pytest.mark.parametrize("least", ["none", "added", "clamped"])
 def test_a_softmaxs_logarithm_is_a_log_softmax(tmp_path: Path, least: str) -> None:
     def loss(logits: Tensor, labels: Tensor) -> Tensor:

@@ -33,7 +33,10 @@ from gradcheck_dist.probes.recording.sites import caller_site
 MAX_HOPS = 6
 ALIKE = 0.01
 """Relative difference of weights that are one, rounded to bfloat16."""
-PASS_THROUGH = ("View", "Reshape", "Unsafe", "Slice", "Select", "Squeeze", "Unsqueeze", "ToCopy", "Clone", "Alias")
+PASS_THROUGH = (
+    *("View", "Reshape", "Unsafe", "Slice", "Select", "IndexSelect", "Squeeze", "Unsqueeze", "ToCopy", "Clone"),
+    "Alias",
+)
 KEPT_FROM_ZERO = ("AddBackward", "ClampBackward", "ClampMinBackward")
 LINEAR = (
     *PASS_THROUGH,
