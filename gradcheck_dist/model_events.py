@@ -28,6 +28,8 @@ class Loss(Event, tag="loss"):
     of the term in the objective, None where nobody declared it. `num_weighted_tokens` is the sum of the class weights
     of the valid labels, where there are any. `inputs_hash` and `targets_hash`, both or none: of a loss without labels,
     checksums of what the first module was given since the pass before, and of what the loss compares with.
+    `called_from` numbers, on each rank, the places in the program from which losses were called, through whatever
+    functions of its own; branches of one condition that call the same are one place.
     """
 
     loss_id: int
@@ -44,6 +46,7 @@ class Loss(Event, tag="loss"):
     num_weighted_tokens: float | None = None
     inputs_hash: int | None = None
     targets_hash: int | None = None
+    called_from: Index | None = None
 
 
 class ReducedGradient(Event, kw_only=True):

@@ -14,7 +14,7 @@ REDUCED = (
 FROZEN = {
     "loss": (
         "loss_id term coefficient op reduction num_tokens num_labels label_hash value requires_grad dtype "
-        "num_weighted_tokens inputs_hash targets_hash seq t_ns step site"
+        "num_weighted_tokens inputs_hash targets_hash called_from seq t_ns step site"
     ),
     "loss_gradient": (
         "loss_id accumulation_step microbatch weight weight_min weight_max num_tokens stage other_losses computed "

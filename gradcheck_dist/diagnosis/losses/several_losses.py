@@ -316,7 +316,7 @@ def _take_turns(
     alike (a batch and one that is replayed): of two branches of an accumulation loop, one has a pass alone and
     reduces, or both have one line for the loss or its backward, or differentiate the same. Where no labels were seen,
     all passes may be of one batch (a network, and then its parts by what it predicted), and one loss may have more of
-    them."""
+    them. A line in a function that is called from another place for each loss is a line for each."""
     numbers = [Counter(key[0] for key in keys) for keys in losses.values()]
     slots = {(one.loss_rank, *key[1:]) for key, one in counted.items()}
     reduced = {
@@ -325,12 +325,23 @@ def _take_turns(
         for event in events
         if isinstance(event, Backward) and (rank, event.accumulation_step, event.microbatch) in slots
     }
-    apart = all("" not in lines and len(set(lines)) == len(losses) for lines in zip(*losses, strict=True))
+    computed, begun = (len(set(lines)) == len(losses) for lines in zip(*losses, strict=True))
+    apart = not any("" in place for place in losses) and begun and (computed or _called_apart(losses, counted))
     alone = all(one.num_losses == 1 for one in counted.values())
     as_often = all(number == numbers[0] for number in numbers)
     if are_branches(counted.values()):
         return False
     return apart and alone and len(reduced) == 1 and (as_often or _unseen(counted))
+
+
+def _called_apart(
+    losses: Mapping[Place, Iterable[ContributionKey]], counted: Mapping[ContributionKey, Contribution]
+) -> bool:
+    """Whether each loss was called from places of its own on every rank, as far as all are known."""
+    of_each = [{(one.loss_rank, one.loss.called_from if one.loss is not None else None) for one in ones}
+               for ones in ([counted[key] for key in keys] for keys in losses.values())]  # fmt: skip
+    known = all(place is not None for places in of_each for _, place in places)
+    return known and sum(map(len, of_each)) == len(set[tuple[int | None, int | None]]().union(*of_each))
 
 
 def usual(

@@ -27,7 +27,7 @@ from gradcheck_dist.probes.recording.deferred import number
 from gradcheck_dist.probes.recording.marks import mark_recorded
 from gradcheck_dist.probes.recording.patching import Patches
 from gradcheck_dist.probes.recording.recorder import Recorder, guarded, kept_away
-from gradcheck_dist.probes.recording.sites import caller_site
+from gradcheck_dist.probes.recording.sites import caller_site, calls
 from gradcheck_dist.stats import memory
 from gradcheck_dist.trace.label_hashes import HASH_FACTOR, HASH_OFFSET
 
@@ -160,6 +160,7 @@ def record_loss(
         "requires_grad": output.requires_grad,
         "dtype": str(output.dtype).removeprefix("torch."),
         "num_weighted_tokens": weighted,
+        "called_from": recorder.calls.number(calls()) if site is None else None,
     }
     if computed_from and labels is None:
         seen |= next((recorder.labels[one] for one in computed_from if one in recorder.labels), {})

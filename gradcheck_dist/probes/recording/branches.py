@@ -19,6 +19,7 @@ from types import CodeType
 Place = tuple[int | None, ...]
 """(line, last line, column, last column)."""
 Calls = Sequence[tuple[CodeType, Place]]
+MAX_PLACES = 64
 
 
 def of_one_loop(calls: Calls, others: Calls) -> bool:
@@ -27,6 +28,22 @@ def of_one_loop(calls: Calls, others: Calls) -> bool:
         code is other and (place == there or _written_alike(code, place, there))
         for (code, place), (other, there) in zip(calls, others, strict=True)
     )
+
+
+class CallPlaces:
+    """Numbers of the places from which something was called; branches of one condition that are written alike have one
+    number."""
+
+    def __init__(self) -> None:
+        self._known: list[Calls] = []
+
+    def number(self, here: Calls) -> int | None:
+        """None where there are too many to be told apart."""
+        found = next((index for index, one in enumerate(self._known) if of_one_loop(one, here)), None)
+        if found is None and len(self._known) < MAX_PLACES:
+            found = len(self._known)
+            self._known.append(here)
+        return found
 
 
 @functools.lru_cache(maxsize=1024)

@@ -38,6 +38,7 @@ from gradcheck_dist.probes.parameters.places import Places
 from gradcheck_dist.probes.parameters.registry import ParamInfo, Registry
 from gradcheck_dist.probes.parameters.stand_ins import is_host
 from gradcheck_dist.probes.recording.backward_pass import BackwardPass, ReadGradients
+from gradcheck_dist.probes.recording.branches import CallPlaces
 from gradcheck_dist.probes.recording.captured import Captures
 from gradcheck_dist.probes.recording.deferred import Deferred, missing, numbers_of, own_number, read, with_later
 from gradcheck_dist.probes.recording.guard import guarded, kept_away
@@ -89,6 +90,7 @@ class Recorder(Sampler):
         self.label_hashes: dict[int, int | Tensor | None] = {}  # by loss id, in impulse mode
         self.covered: dict[int, int] = {}  # by loss id: the declared loss that was computed from it, in this step
         self.labels: dict[int, dict[str, Any]] = {}  # by loss id, in this step: num_labels and label_hash
+        self.calls = CallPlaces()
         self.discovery: Any = None  # set by the autograd probe
         self.read = ReadGradients()
         self.places = Places(self.registry)
