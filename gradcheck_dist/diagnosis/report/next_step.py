@@ -22,6 +22,7 @@ from gradcheck_dist.diagnosis.steps.averaged_beside import AVERAGED
 from gradcheck_dist.diagnosis.steps.changed_in import LINES
 from gradcheck_dist.diagnosis.steps.computed_behind import NOT_THEIRS
 from gradcheck_dist.diagnosis.steps.drift import DRIFTED, SET_APART
+from gradcheck_dist.diagnosis.steps.earlier_gradients import PUT_THERE
 from gradcheck_dist.diagnosis.steps.hand_clip import AS_EVER
 from gradcheck_dist.diagnosis.steps.lone import ALONE
 from gradcheck_dist.diagnosis.steps.never_read import ELSEWHERE, NEVER_READ
@@ -106,6 +107,8 @@ SAYS = {
     "recorded once with all optimizers stepping together, all is judged.",
     AS_EVER: "Compare the number that these lines divide by in this step with the tokens of all its passes and ranks.",
     LINES: "Look whether what these lines do is meant; recorded once without them, all the rest is judged.",
+    PUT_THERE: "Nothing to do where a line is meant to set .grad before backward (a penalty's gradient); else empty "
+    "gradients after each optimizer step.",
     AGAIN: "Step each optimizer once after the passes whose gradients it reads, and record again.",
     NOT_FINITE: "Look what makes these gradients infinite (a division by a count that is zero, an overflow), and "
     "record steps in which they are finite.",

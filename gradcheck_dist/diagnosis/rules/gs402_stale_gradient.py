@@ -42,6 +42,7 @@ from gradcheck_dist.ledger.discarded import REEVALUATING, reevaluates
 
 CODE = "GS402"
 NAME = "stale-gradient"
+ADDED = "the gradient of an earlier step is added"
 SAME = 1e-3
 """Relative; what is added up again is off by a whole number."""
 
@@ -92,7 +93,7 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
             fix="Empty the gradients after each optimizer step, before the next backward pass: optimizer.zero_grad(), "
             "or p.grad = None where parameters are updated by hand, or through copies that the optimizer has.",
         ),
-        pattern="the gradient of an earlier step is added",
+        pattern=ADDED,
         params=frozenset(held.param for held in stale),
         ranks=tuple(sorted({rank for held in stale for rank in held.ranks})),
         rank=rank,
@@ -112,7 +113,7 @@ def _late(held: list[Held], step: OptimizerStep | None) -> Remark:
             "set_requires_all_reduce(True), before it, also where a step has fewer passes than others (the end of an "
             "epoch).",
         ),
-        pattern="the gradient of an earlier step is added",
+        pattern=ADDED,
         params=frozenset(one.param for one in held),
         ranks=tuple(sorted({rank for one in held for rank in one.ranks})),
         rank=min(one.rank for one in held),

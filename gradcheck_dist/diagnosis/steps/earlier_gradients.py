@@ -28,6 +28,11 @@ MOST_ALIKE = 0.99
 """Cosine of the angle between two gradients of which one is not told from the other."""
 
 
+CHANGED = 0.05
+"""Relative. By less an optimizer may have changed in place what it had read (weight decay)."""
+PUT_THERE = "what .grad held"
+
+
 Parts = tuple[float, float]
 """Of the step's right gradient, and of what was read before, so much."""
 
@@ -48,13 +53,56 @@ def tell_earlier_gradients(verdicts: Sequence[StepVerdict]) -> None:
             _tell(verdict, found, whole=len(found) == len(parts))
         elif parts and (made_of := _common(list(parts.values()))):
             _say_what_of(verdict, made_of)
+        _leave_put_there_open(before, verdict)
+
+
+def _leave_put_there_open(before: StepVerdict, verdict: StepVerdict) -> None:
+    """Accuse nobody of what .grad held before the step's first pass where that is nothing of the step before: a line
+    put it there (a penalty's gradient in closed form)."""
+    left = {
+        copy: _is_of_step(read.left, before.reads[copy])
+        for copy, read in verdict.reads.items()
+        if read.left is not None and copy in before.reads
+    }
+    names = sorted({copy[0][1] for copy, is_of_step in left.items() if is_of_step is False})
+    if not names or True in left.values():
+        return
+    accusing = [one for one in verdict.findings if one.code == rule.CODE and one.pattern == rule.ADDED]
+    for finding in accusing:
+        verdict.take_away(finding)
+    if accusing:
+        verdict.reasons.append(
+            f"{PUT_THERE} of {in_short(names)} before the step's first backward pass is neither what the optimizer "
+            f"read in step {before.context.step} nor made of what that step's passes brought: a line put it there "
+            "(the gradient of a penalty, computed by hand), which may be meant, or changed what was left. What is "
+            "wrong besides is told"
+        )
+
+
+def _is_of_step(left: np.ndarray, before: Read) -> bool | None:
+    """Whether what was left is made of what was read in the step before and of what its passes brought; None where too
+    little is sampled to tell."""
+    parts = np.vstack([before.values[None], before.passes])
+    told = np.isfinite(left) & np.isfinite(before.values)
+    parts = np.nan_to_num(parts[:, told])
+    sizes = np.linalg.norm(parts, axis=1)
+    parts = parts[sizes > 0] / sizes[sizes > 0, None]
+    size = float(np.linalg.norm(left[told]))
+    if np.count_nonzero(told) < LEAST_VALUES + 2 * len(parts) or not len(parts) or not size:
+        return None
+    solved = np.linalg.lstsq(parts.T, left[told], rcond=None)[0]
+    return bool(np.linalg.norm(parts.T @ solved - left[told]) <= CHANGED * size)
 
 
 def let_go(before: StepVerdict, verdict: StepVerdict) -> None:
     """Forget what was read in a step, but for what the one behind it or it itself is asked about: in a long run most
     steps are right."""
-    asked = {copy for copy, read in verdict.reads.items() if read.right is not None}
-    before.reads = {copy: read for copy, read in before.reads.items() if copy in asked or read.right is not None}
+    asked = {copy for copy, read in verdict.reads.items() if _is_asked(read)}
+    before.reads = {copy: read for copy, read in before.reads.items() if copy in asked or _is_asked(read)}
+
+
+def _is_asked(read: Read) -> bool:
+    return read.right is not None or read.left is not None
 
 
 def _parts(read: Read, before: Read) -> Parts | None:
@@ -121,7 +169,7 @@ def _tell(verdict: StepVerdict, found: set[Copy], *, whole: bool) -> None:
         severity="error",
         step=verdict.context.step,
         factor=Factor(observed=None),
-        pattern="the gradient of an earlier step is added",
+        pattern=rule.ADDED,
         units=sorted({verdict.units.get(one.param, one.param[1]) for one in lost}),
         num_parameters=len({one.param for one in lost}),
         ranks=sorted({one.rank for one in lost}),

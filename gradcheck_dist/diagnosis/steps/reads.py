@@ -22,13 +22,17 @@ MOST_VALUES = 8192
 @dataclass(frozen=True)
 class Read:
     """What an optimizer read of a parameter on a rank, freed of the clip that was recorded, shape (num_positions,), NaN
-    where nothing is sampled. `right`: what it should have read, None where that is not known, or was read."""
+    where nothing is sampled. `right`: what it should have read, None where that is not known, or was read. `passes`:
+    what this step's passes brought, shape (num_columns, num_positions). `left`: what was there before the first of
+    them, shape (num_positions,), None where nothing was, or it is part of nothing that was read."""
 
     values: np.ndarray
     right: np.ndarray | None
     clip: float
     epsilon: float
     event: OptimizerStep
+    passes: np.ndarray
+    left: np.ndarray | None
 
 
 def reads_of(
@@ -49,7 +53,16 @@ def reads_of(
         final = one.replay.final(one.rank)
         clip = final.clip if final is not None else 1.0
         right = _right(one, contributions, expected) if NO_COMBINATION in one.reason else None
-        result[one.param, one.rank] = Read(last.values.data / clip, right, clip, one.replay.epsilon, event)
+        is_left = final is not None and final.leftover and one.rank not in one.replay.waited
+        result[one.param, one.rank] = Read(
+            last.values.data / clip,
+            right,
+            clip,
+            one.replay.epsilon,
+            event,
+            one.replay.basis.values,
+            track.points[0].values.data if is_left else None,
+        )
     return result
 
 
