@@ -292,3 +292,21 @@ def test_the_mean_of_the_ranks_losses_is_right(tmp_path: Path, variant: str) -> 
 def test_a_collective_on_a_number_beside_the_loss_is_no_line_of_the_loss(tmp_path: Path) -> None:
     (finding,) = trained_on_ranks(tmp_path, "labels undivided beside", 2).findings
     assert finding.code == "GS303" and "all_reduce" not in finding.explanation
+
+
+def test_a_pass_without_tokens_hides_no_line(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    num_tokens = 5 * (ACCUM_STEPS - 1)
+    with attach(tmp_path):
+        for index in range(ACCUM_STEPS):
+            labels = torch.randint(0, 4, (5,)) if index else torch.full((5,), -100)
+            loss = F.cross_entropy(model(torch.randn(5, 6)), labels, reduction="sum") / num_tokens
+            loss = loss / ACCUM_STEPS
+            loss.backward()
+        optimizer.step()
+    (finding,) = diagnose(read_run(tmp_path)).findings
+    assert (finding.code, finding.factor.expression) == ("GS303", "1/accumulation_steps")
+    assert finding.first_event is not None and finding.first_event.written == "/ ACCUM_STEPS"
+    assert "or let it multiply all losses" not in finding.fix

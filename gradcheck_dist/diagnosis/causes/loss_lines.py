@@ -7,7 +7,7 @@ source of the line tells more: `loss / world_size` on all ranks, or `loss * 2` o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import reduce
 from operator import and_
 
@@ -17,7 +17,7 @@ from gradcheck_dist.diagnosis.weights.cells import Cell, Held
 from gradcheck_dist.diagnosis.weights.named_counts import names_passes, names_ranks, numbers_of
 from gradcheck_dist.events import LossNumber, Site
 from gradcheck_dist.ledger.combined_losses import unseen
-from gradcheck_dist.ledger.contributions import Contribution
+from gradcheck_dist.ledger.contributions import Contribution, ContributionKey
 
 LossLine = tuple[Site, str]
 """Where a loss is multiplied, and what is written there."""
@@ -39,7 +39,7 @@ def loss_lines(case: Case, judged: Sequence[Held]) -> list[LossLine]:
         return []
     of_pass = {key: _lines(case, one, usual) for key, one in by_key.items()}
     common = reduce(and_, (of_pass[key] for key in wrong))
-    for key in by_key.keys() - wrong.keys():
+    for key in _others(case, wrong):
         common -= of_pass[key]
     return sorted(common.elements(), key=lambda line: line[0].called_from is not None)
 
@@ -58,12 +58,18 @@ def mended(case: Case, lines: Sequence[LossLine], fix: str) -> str:
         return fix
     own = [site for site, _ in lines if site.called_from is None] or [site for site, _ in lines]
     places = " or ".join(dict.fromkeys(site.short for site in own))
-    some = {cell.key for _, cell in case.cells if not cell.right} != case.context.contributions.by_key.keys()
+    some = _others(case, {cell.key for _, cell in case.cells if not cell.right})
     take_out = f"Take it out at {places}{', or let it multiply all losses of the step' if some else ''}."
     # Lines that write to gradients may do as much: one that does is told as the culprit.
     if (case.culprit.write is not None or case.culprit.lines) and fix:
         return f"{fix} Or: {take_out[0].lower()}{take_out[1:]}"
     return f"{take_out} Or: {fix[0].lower()}{fix[1:]}" if fix else take_out
+
+
+def _others(case: Case, wrong: Collection[ContributionKey]) -> set[ContributionKey]:
+    """The contributions that are not wrong. One without tokens weighs nothing, whatever multiplies it, and is none."""
+    by_key = case.context.contributions.by_key
+    return {key for key, one in by_key.items() if key not in wrong and one.num_tokens != 0}
 
 
 def _lines(case: Case, contribution: Contribution, cell: Cell) -> Counter[LossLine]:
