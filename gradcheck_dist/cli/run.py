@@ -37,7 +37,7 @@ def run(
     ] = False,
     sample_size: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Sampled elements a parameter. Default: 96, more beyond 24 ranks."),
+        typer.Option(min=8, metavar="N", help="Sampled elements a parameter. Default: 96, more beyond 24 ranks."),
     ] = None,
     objective: Objective = None,
     axes: Annotated[

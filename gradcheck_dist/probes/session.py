@@ -27,7 +27,7 @@ from gradcheck_dist.probes.options import check_count, check_names, mesh_degrees
 from gradcheck_dist.probes.recording.dynamo import keep_out, known_alike
 from gradcheck_dist.probes.recording.patching import Patches
 from gradcheck_dist.probes.recording.recorder import Recorder, guarded
-from gradcheck_dist.stats.sampling import sample_size_of
+from gradcheck_dist.stats.sampling import LEAST, sample_size_of
 from gradcheck_dist.steps import chosen_steps, first_of
 from gradcheck_dist.trace.run import join_run_dir, next_restart, note_restart, note_unrecorded, trace_files
 from gradcheck_dist.trace.writer import DeferredTraceWriter, TraceWriter, trace_path
@@ -154,7 +154,7 @@ def attach(
         same_data: sets of ranks that evaluate the same tokens (tensor parallel ones); None infers them when judging.
         steps: which optimizer steps to record (0-based): a range, a collection, or text as `--steps` takes it; None
             records all. Behind the last one the probes take themselves away.
-        sample_size: sampled elements a parameter; None takes 96, and more in a world of more than 24 ranks.
+        sample_size: sampled elements a parameter, 8 or more; None takes 96, and more in a world of more than 24 ranks.
         only: names of the probes to put in place.
         restart: how often this rank was restarted; each restart writes a file of its own.
         deferred: open the trace with the first loss or backward pass, when the rank is known for certain. What
@@ -190,7 +190,7 @@ def attach(
     only, meant = check_names("only", only, PROBES), check_names("meant", meant)
     if sample_size is None:
         sample_size = sample_size_of(_world_size_so_far())
-    sample_size = check_count("sample_size", sample_size, least=1)
+    sample_size = check_count("sample_size", sample_size, least=LEAST)
     if objective is not None:
         check_objective(objective)
     given = run_dir or os.environ.get(RUN_DIR_VARIABLE)

@@ -25,6 +25,10 @@ MAX_CELLS, MAX_AHEAD = 1 << 24, 1 << 16
 EMPTIED = "where passes count nothing, or are emptied before an optimizer reads them, that may be meant"
 DIVIDED = "where all weights of a rank are too large by one number, its own lines may divide gradients by it"
 SEVERAL = "where losses are computed at several lines, each may be an objective of its own"
+NO_LOSS = (
+    "no loss was seen on some rank, and no schedule of torch's pipelines: sample some of these steps where it is a stage "
+    "of a pipeline by hand (--every N), or call gradcheck_dist.mark_loss where its loss is computed"
+)
 OF_ELEMENTS = "where losses count no tokens, a coefficient or a mean of unequal numbers may be meant"
 
 
@@ -328,7 +332,7 @@ def find_setting(ways: np.ndarray, shapes: list[ShapeWays], ranks: list[int], sa
         if owners:
             owner[index] = owners[0]
         elif not shape.reasons:
-            reasons.append("no loss was seen on some rank: call gradcheck_dist.mark_loss where the loss is computed")
+            reasons.append(NO_LOSS)
     coordinates = evaluates.copy()
     for copy in np.flatnonzero(same_labels != np.arange(len(ranks))).tolist():
         first = ranks[int(same_labels[copy])]

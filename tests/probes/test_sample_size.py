@@ -18,7 +18,7 @@ def test_each_rank_of_a_large_world_has_elements_of_its_own(world_size: int, ele
     assert sample_size_of(world_size) == elements
 
 
-@pytest.mark.parametrize(("given", "elements"), [(None, 256), (7, 7)])
+@pytest.mark.parametrize(("given", "elements"), [(None, 256), (8, 8)])
 def test_what_is_asked_for_goes_before_the_size_of_the_world(
     given: int | None, elements: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
