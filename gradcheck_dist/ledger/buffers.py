@@ -15,6 +15,8 @@ from gradcheck_dist.ledger.solve import Solution
 GONE, GONE_SIGMAS, VAGUE = 1e-3, 6.0, 0.05
 """A share of what a buffer held before that is no more than this, or than so many standard errors, is none, where these
 are not more than that."""
+ROUNDED = 4.0
+"""Rounding of a sum of few numbers, in units of epsilon of all of them."""
 MANY = 64
 """So many columns of a buffer are looked through for equal ones."""
 
@@ -44,9 +46,9 @@ class Entry:
     `event` is what happened, None at a mere sample. `observed` is None where it was not sampled or not solvable.
     `own` is the part of `stderr` that this measurement added to what it inherited from earlier ones.
     `clip` is the product of the recorded clip coefficients so far, `leftover` tells whether the buffer holds gradients
-    of earlier steps. `made_of` are the measured summands that the records put together here, where too few elements of
-    the sample lie on this rank to see them. `given` is what each reduction so far gave by the records, where these tell
-    nothing of the sample.
+    of earlier steps, and `left_seen` that few elements were seen to be the sum of these and this step's. `made_of` are
+    the measured summands that the records put together here, where too few elements of the sample lie on this rank to
+    see them. `given` is what each reduction so far gave by the records, where these tell nothing of the sample.
     """
 
     rank: int
@@ -63,6 +65,7 @@ class Entry:
     solution: Solution | None = None
     sampled: bool = False
     leftover: bool = False
+    left_seen: bool = False
     made_of: tuple[Column, ...] = ()
     given: tuple[Column, ...] = ()
 
@@ -129,6 +132,22 @@ class Buffer:
             if column.weights is not None and not column.weights.any()
         ]
         self.leftover = self.leftover and not (shares and all(shares))
+
+    def compare_leftover(self, values: np.ndarray, epsilon: float) -> bool:
+        """The same by what the records say, where a sample has too few elements to be solved: one element is the sum
+        with what was there before, or the sum without it. Returns whether it was seen to be a part."""
+        if not self.leftover:
+            return False
+        before = [column for column in self.columns if column.weights is not None and not column.weights.any()]
+        old = sum((column.nominal * column.data for column in before), np.zeros(()))
+        whole = self.as_one().data
+        near = ROUNDED * epsilon * sum((abs(column.nominal * column.data) for column in self.columns), np.zeros(()))
+        told = abs(old) > 2 * near
+        added, replaced = abs(values - whole) <= near, abs(values - (whole - old)) <= near
+        if not told.any() or not np.isfinite(values).all():
+            return False
+        self.leftover = not bool(replaced[told].all())
+        return bool(added.all())
 
     @property
     def foreign(self) -> float:

@@ -334,6 +334,7 @@ class _Machine:
             brought = {column: self.basis.values[column] for column in self._arrived(point) if chain[0][column] == 0}
             return unless_others_would_do(chain, point.values.data, brought, self.result.epsilon)
         if chain is None and all(column.weights is not None for column in buffer.columns):
+            entry.left_seen = buffer.compare_leftover(point.values.data, self.result.epsilon)
             return None, None, None, None  # too few elements for its few columns: more columns cannot help
         arrived = self._arrived(point)
         everything, told = self._everything(point, buffer)

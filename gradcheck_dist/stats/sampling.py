@@ -9,8 +9,8 @@ import numpy as np
 SAMPLE_SIZE = 96
 """Elements of a parameter, for the few unknowns of most solves."""
 LEAST = 8
-"""Elements of a parameter that are asked for at least. Of one or two nothing is measured (a sum of two gradients has two
-unknowns, and one more element tells whether it is such a sum), and the records would be believed."""
+"""Elements of a parameter that are asked for at least. Of one or two nothing is measured (a sum of two gradients has
+two unknowns, and one more element tells whether it is such a sum), and the records would be believed."""
 A_RANK, MOST = 4, 512
 """Each rank of a large world holds a shard and has elements of its own to be seen by: so many, up to so many in all."""
 

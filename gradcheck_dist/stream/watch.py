@@ -26,8 +26,8 @@ EMPTIED = "where passes count nothing, or are emptied before an optimizer reads 
 DIVIDED = "where all weights of a rank are too large by one number, its own lines may divide gradients by it"
 SEVERAL = "where losses are computed at several lines, each may be an objective of its own"
 NO_LOSS = (
-    "no loss was seen on some rank, and no schedule of torch's pipelines: sample some of these steps where it is a stage "
-    "of a pipeline by hand (--every N), or call gradcheck_dist.mark_loss where its loss is computed"
+    "no loss was seen on some rank, and no schedule of torch's pipelines: sample some of these steps where it is a "
+    "stage of a pipeline by hand (--every N), or call gradcheck_dist.mark_loss where its loss is computed"
 )
 OF_ELEMENTS = "where losses count no tokens, a coefficient or a mean of unequal numbers may be meant"
 

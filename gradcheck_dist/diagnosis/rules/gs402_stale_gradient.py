@@ -54,7 +54,7 @@ def could_audit(facts: StepFacts) -> bool:
 def audit(facts: StepFacts) -> Iterator[Remark]:
     num = _num_evaluations(facts)
     stale = [held for held in facts.held if num > 1 or _is_stale(held)]
-    if not any(num > 1 or held.observed is not None for held in stale):
+    if not any(num > 1 or held.observed is not None or _is_seen(held) for held in stale):
         return  # what could not be measured may have been replaced as well
     names = sorted({held.param[1] for held in stale})
     shown = in_short(names)
@@ -134,6 +134,11 @@ def _is_sum_of(finding: Finding, num: int) -> bool:
     """Whether a finding is that the losses of so many evaluations are added."""
     factor = finding.factor.observed
     return finding.code == "GS303" and factor is not None and abs(factor / num - 1) <= SAME
+
+
+def _is_seen(held: Held) -> bool:
+    final = held.replay.final(held.rank)
+    return final is not None and final.left_seen
 
 
 def _is_stale(held: Held) -> bool:
