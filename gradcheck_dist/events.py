@@ -3,7 +3,8 @@
 One Struct a kind, encoded as msgpack maps whose `kind` names the Struct; fields with their default value are left
 out, unknown fields are ignored, so a newer minor writer stays readable. Units stand in the field names (`_ns`, `_s`,
 `_bytes`); counts begin with `num_`; indices are 0-based; ranks are global ranks. What has no place in time (parameters,
-samples, the header) is defined in `records.py`, what losses and activations did in `model_events.py`; both named here.
+samples, the header) is defined in `records.py`, what losses and activations did in `model_events.py`, what the probes
+tell of themselves in `status_events.py`; all named here.
 """
 
 from __future__ import annotations
@@ -52,6 +53,22 @@ from gradcheck_dist.records import Site as Site
 from gradcheck_dist.records import StepColumns as StepColumns
 from gradcheck_dist.records import StepShape as StepShape
 from gradcheck_dist.records import Wrapper as Wrapper
+from gradcheck_dist.status_events import CUDA_GRAPHS as CUDA_GRAPHS
+from gradcheck_dist.status_events import EXCHANGES_PROBE as EXCHANGES_PROBE
+from gradcheck_dist.status_events import KEPT_BY_OPTIMIZER as KEPT_BY_OPTIMIZER
+from gradcheck_dist.status_events import LATER_MODELS as LATER_MODELS
+from gradcheck_dist.status_events import MOVED_NOTHING as MOVED_NOTHING
+from gradcheck_dist.status_events import MOVES_NOW as MOVES_NOW
+from gradcheck_dist.status_events import OWN_OPTIMIZER_PROBE as OWN_OPTIMIZER_PROBE
+from gradcheck_dist.status_events import REPLACED_UNSEEN as REPLACED_UNSEEN
+from gradcheck_dist.status_events import THREADS as THREADS
+from gradcheck_dist.status_events import TRAIN_AT_ONCE as TRAIN_AT_ONCE
+from gradcheck_dist.status_events import UNSEEN_UPDATE as UNSEEN_UPDATE
+from gradcheck_dist.status_events import UPDATED_BETWEEN as UPDATED_BETWEEN
+from gradcheck_dist.status_events import UPDATED_INSIDE as UPDATED_INSIDE
+from gradcheck_dist.status_events import ProbeError as ProbeError
+from gradcheck_dist.status_events import ProbeStatus as ProbeStatus
+from gradcheck_dist.status_events import RunEnd as RunEnd
 
 SCHEMA_VERSION = 1
 """Raised when an old reader would misread a new trace. Frozen by tests/trace/test_schema.py."""
@@ -384,62 +401,6 @@ class ParamUpdate(Event, tag="param_update"):
 
 
 OWN_OPTIMIZER = "an own optimizer"  # stands for the name of one that is none of torch.optim
-OWN_OPTIMIZER_PROBE = "own_optimizer"
-EXCHANGES_PROBE = "exchanges"
-UNSEEN_UPDATE = (
-    "parameters are changed by no optimizer of torch.optim, and .grad was emptied before anybody saw what was read. "
-    "Leave gradients there until the next forward pass, or empty them with zero_grad() or .grad = None"
-)
-REPLACED_UNSEEN = (
-    "parameters are changed by no optimizer of torch.optim, gradients were put in the place of others, and some were "
-    "emptied before anybody saw what was read. Write to gradients in place (p.grad.mul_), or leave them there until "
-    "the next forward pass"
-)
-UPDATED_BETWEEN = (
-    "parameters change between backward passes, and the optimizer of torch.optim that was made has not stepped: what "
-    "updates them is not followed beside it"
-)
-UPDATED_INSIDE = (
-    "parameters are changed inside of the backward pass, by no step of an optimizer of torch.optim: what such an "
-    "update reads is not followed"
-)
-KEPT_BY_OPTIMIZER = "optimizer_keeps"
-"""What is told under this probe's name, as not active, is an optimizer that keeps gradients for a later step; as
-active, that one which was told so does not."""
-MOVED_NOTHING = "was given gradients and moved no parameter"
-MOVES_NOW = "moves parameters in one step after the other"
-CUDA_GRAPHS = "cuda_graphs"
-"""What is told under this probe's name, as not active, is a step of which a part was replayed from a CUDA graph."""
-
-
-LATER_MODELS = "later_models"
-"""What is told under this probe's name, as not active, is an optimizer that steps parameters behind the last recorded
-step which no recorded one stepped."""
-THREADS = "threads"
-"""What is told under this probe's name, as not active, is a step in which several threads trained at once."""
-TRAIN_AT_ONCE = "several threads of this process train at once: which passes belong to whose step is not known"
-
-
-class ProbeStatus(Event, tag="probe_status"):
-    """A probe became active, could not hook (`reason`) or was not needed."""
-
-    probe: str
-    active: bool
-    reason: str = ""
-
-
-class ProbeError(Event, tag="probe_error"):
-    """An error inside a probe; training went on."""
-
-    probe: str
-    message: str
-    count: Count = 1
-
-
-class RunEnd(Event, tag="run_end"):
-    """The rank stopped in good order (atexit or detach)."""
-
-    reason: str = ""
 
 
 AnyEvent = (

@@ -26,12 +26,9 @@ SAME = 1e-3
 SPACINGS = 8
 MOST_ALIKE = 0.99
 """Cosine of the angle between two gradients of which one is not told from the other."""
-
-
 CHANGED = 0.05
 """Relative. By less an optimizer may have changed in place what it had read (weight decay)."""
 PUT_THERE = "what .grad held"
-
 
 Parts = tuple[float, float]
 """Of the step's right gradient, and of what was read before, so much."""

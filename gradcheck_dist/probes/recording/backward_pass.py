@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gradcheck_dist.events import LossNumber, Site
 from gradcheck_dist.probes.parameters.regions import main_grad_of
-from gradcheck_dist.probes.parameters.registry import LocalPlan, ParamInfo, originals
+from gradcheck_dist.probes.parameters.registry import LocalPlan, ParamInfo, Registry, originals
 from gradcheck_dist.probes.recording.deferred import made_of, number
 
 if TYPE_CHECKING:
@@ -224,6 +224,24 @@ class BackwardPass:
     def not_brought(self) -> list[tuple[ParamInfo, Tensor]]:
         """What such functions were given for parameters that nothing else arrived at."""
         return [one for held in self.held.values() for one in held]
+
+    def told(self, registry: Registry) -> dict[str, Any]:
+        """Fields of its Backward, now that it ends."""
+        params = registry.param_set(list(self.touched.values()))
+        return {
+            "seq": self.seq,
+            "site": self.site,
+            "microbatch": self.microbatch,
+            "stage": self.stage,
+            "sync": self.sync,
+            "unsynced": self.unsynced,
+            "params": params,
+            "duration_ns": time.perf_counter_ns() - self.start_ns,
+            "returned": self.returned,
+            "first_of_forward": self.first_of_forward,
+            "onto_itself": registry.param_set(list(self.onto_itself.values())) if self.onto_itself else None,
+            "inputs_hash": self.inputs,
+        }
 
     def told_of_sum(self, loss_id: int) -> dict[str, Any]:
         """Fields of a LossGradient: what stands before a loss in a sum of several, and before all of these together,

@@ -458,29 +458,13 @@ class Recorder(Sampler):
         self.places.pass_changes()
         for info, grad in current.not_brought():
             self.leaf(current, info, grad)
-        touched = list(current.touched.values())
-        if not touched:
+        if not current.touched:
             return
         self.threads.pass_over(current.touched)
         self.keep_leaves(current.seq, current.leaves)
         if current.forward is not None and self.discovery is not None:
             self.discovery.forwards.reached_parameters(current.forward, self.accumulation_step)
-        self.emit(
-            Backward,
-            seq=current.seq,
-            site=current.site,
-            accumulation_step=self.accumulation_step,
-            microbatch=current.microbatch,
-            stage=current.stage,
-            sync=current.sync,
-            params=self.registry.param_set(touched),
-            duration_ns=time.perf_counter_ns() - current.start_ns,
-            returned=current.returned,
-            first_of_forward=current.first_of_forward,
-            onto_itself=self.registry.param_set(list(current.onto_itself.values())) if current.onto_itself else None,
-            inputs_hash=current.inputs,
-            unsynced=current.unsynced,
-        )
+        self.emit(Backward, accumulation_step=self.accumulation_step, **current.told(self.registry))
         if sample_after:
             self.sample_grads(current.seq, AFTER, current.not_reduced())
         if self._stepped or time.perf_counter_ns() - self._flushed_ns > FLUSH_INTERVAL_NS:
