@@ -35,6 +35,7 @@ from gradcheck_dist.scenarios import matrix as table
         ("doctor x", "E724", "takes options only"),
         ("scenario ddp-accum --nproc two", "E725", "--nproc is 'two'; legal values are integers."),
         ("watch --port 99999999 run", "E725", "legal values are integers from 1 to 65535."),
+        ("run --sample-size 7 -- true", "E725", "--sample-size is '7'; legal values are integers from 8 up."),
         ("bench --rounds 0", "E725", "--rounds is '0'; legal values are integers from 2 up."),
         ("predict --divide-factor x", "E725", "legal values are numbers."),
         ("report --format htm run", "E725", "unknown --format 'htm'. Did you mean: html? Legal values: github, html,"),
