@@ -85,6 +85,9 @@ def install(recorder: Recorder, patches: Patches) -> None:
             if recorder.recording:
                 parents.watch(optimizer)
                 hooks.call(optimizer, functools.partial(begins, recorder, optimizer, kwargs))
+            elif recorder.records_next:
+                params = (param for group in optimizer.param_groups for param in group["params"])
+                recorder.read.before.keep(recorder.step, params)
 
     @guarded("optimizer")
     def begins(recorder: Recorder, optimizer: Optimizer, kwargs: dict[str, Any]) -> None:

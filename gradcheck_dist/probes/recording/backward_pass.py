@@ -16,6 +16,7 @@ from gradcheck_dist.events import LossNumber, Site
 from gradcheck_dist.probes.parameters.regions import main_grad_of
 from gradcheck_dist.probes.parameters.registry import LocalPlan, ParamInfo, Registry, originals
 from gradcheck_dist.probes.recording.deferred import made_of, number
+from gradcheck_dist.probes.recording.read_before import ReadBefore
 
 if TYPE_CHECKING:
     from gradcheck_dist.probes.activations.ways import PassHooks
@@ -290,6 +291,7 @@ class ReadGradients:
         self._ids: set[int] = set()
         self._kept: tuple[int, dict[int, ParamInfo]] = (-1, {})
         self._emptied: set[int] = set()
+        self.before = ReadBefore()
 
     def note(self, step: int, infos: list[ParamInfo]) -> None:
         """An optimizer reads the gradients of these parameters."""
@@ -299,6 +301,14 @@ class ReadGradients:
         self._ids.update([info.id for info in infos])
         if self._emptied:
             self._emptied -= self._ids
+
+    def recall(self, step: int, find: Callable[[Tensor], ParamInfo | None]) -> None:
+        """Note what was read in `step` if nothing but `before` of it was recorded: as gradients that may be left, only
+        those that still are what was read."""
+        found = [(info, is_still) for param, is_still in self.before.take(step) if (info := find(param)) is not None]
+        if found:
+            self.note(step, [info for info, is_still in found if is_still])
+            self._ids.update([info.id for info, _ in found])
 
     def in_step(self, step: int) -> set[int]:
         """The ids of the parameters whose gradients were read in this step."""

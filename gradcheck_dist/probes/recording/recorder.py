@@ -160,6 +160,11 @@ class Recorder(Sampler):
         """Whether it is recorded at all."""
         return self.samples_upcoming or self.unsampled is not None
 
+    @property
+    def records_next(self) -> bool:
+        """Whether the step behind this one, which is not recorded, is."""
+        return not self.recording and self._is_asked(self.step + 1 - self._abandoned)
+
     def _is_asked(self, step: int) -> bool:
         return self._steps is None or step in self._steps
 
@@ -405,8 +410,10 @@ class Recorder(Sampler):
             if self.own_optimizer is not None:
                 self.own_optimizer.idles()
             return None
-        for look in self.before_first_pass if self._begun != self.step else ():
-            look()
+        if self._begun != self.step:
+            self.read.recall(self.step - 1, self.registry.find)
+            for look in self.before_first_pass:
+                look()
         self.current = BackwardPass(self.next_seq(), microbatch, stage, caller_site())
         self.between_passes = False
         self.places.pass_changes()

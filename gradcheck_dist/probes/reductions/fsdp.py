@@ -103,7 +103,7 @@ def _watch_post(recorder: Recorder, original: Callable[..., None]) -> Callable[.
         if current is not None:
             current.sync = bool(self.reduce_grads)
             current.unsynced = None if current.sync else UNSYNCED_TOLD
-            recorder.fsdp_groups.add(self)
+        recorder.fsdp_groups.add(self)  # in steps that are not recorded, too: they may leave something
         original(self, *unused)
 
     return post_backward
