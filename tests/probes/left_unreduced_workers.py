@@ -8,12 +8,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 VARIANTS = ("in one step", "in bfloat16, in one step", "in every step", "over replicas, in one step",
-            "over replicas, in every step")  # fmt: skip
+            "over replicas, in every step", "in one step, not recorded",
+            "over replicas, in one step, not recorded")  # fmt: skip
 STEPS, PASSES, LATE = 3, 3, 1
 
 
 def run(folder: str) -> None:
-    record_each(folder, VARIANTS, train)
+    record_each(folder, VARIANTS, train, steps_of=lambda variant: [LATE + 1] if "not recorded" in variant else None)
 
 
 def train(variant: str) -> None:

@@ -5,7 +5,7 @@ No postponed annotations here: DDP looks at those of a communication hook.
 
 import contextlib
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +30,20 @@ def train_recorded(config: TrainConfig, run_dir: str | None) -> TrainResult:
         return train(config)
 
 
-def record_each(folder: str, variants: Iterable[str], train: Callable[[str], None], **options: Any) -> None:
+def record_each(
+    folder: str,
+    variants: Iterable[str],
+    train: Callable[[str], None],
+    *,
+    steps_of: Callable[[str], Container[int] | None] = lambda _: None,
+    **options: Any,
+) -> None:
     """Train every variant, each recorded into a folder of its own."""
     from gradcheck_dist.probes import attach
 
     dist.init_process_group("gloo")
     for variant in variants:
-        with attach(Path(folder) / variant, **options):
+        with attach(Path(folder) / variant, **{"steps": steps_of(variant), **options}):
             train(variant)
             dist.barrier()
     dist.destroy_process_group()

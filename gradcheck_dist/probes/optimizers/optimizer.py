@@ -85,7 +85,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
             if recorder.recording:
                 parents.watch(optimizer)
                 hooks.call(optimizer, functools.partial(begins, recorder, optimizer, kwargs))
-            elif recorder.records_next:
+            elif recorder.records_next and not recorder.captures.under_way:
                 params = (param for group in optimizer.param_groups for param in group["params"])
                 recorder.read.before.keep(recorder.step, params)
 

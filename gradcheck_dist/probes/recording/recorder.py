@@ -37,12 +37,13 @@ from gradcheck_dist.events import (
 from gradcheck_dist.probes.parameters.places import Places
 from gradcheck_dist.probes.parameters.registry import ParamInfo, Registry
 from gradcheck_dist.probes.parameters.stand_ins import is_host
-from gradcheck_dist.probes.recording.backward_pass import BackwardPass, ReadGradients
+from gradcheck_dist.probes.recording.backward_pass import BackwardPass
 from gradcheck_dist.probes.recording.branches import CallPlaces
 from gradcheck_dist.probes.recording.captured import Captures
 from gradcheck_dist.probes.recording.deferred import Deferred, missing, numbers_of, own_number, read, with_later
 from gradcheck_dist.probes.recording.guard import guarded, kept_away
 from gradcheck_dist.probes.recording.pass_counts import PassCounts
+from gradcheck_dist.probes.recording.read_gradients import ReadGradients, sample_left
 from gradcheck_dist.probes.recording.samples import NOTHING, HostCopies, Sampler
 from gradcheck_dist.probes.recording.sites import caller_site
 from gradcheck_dist.probes.recording.threads import Threads
@@ -411,7 +412,7 @@ class Recorder(Sampler):
                 self.own_optimizer.idles()
             return None
         if self._begun != self.step:
-            self.read.recall(self.step - 1, self.registry.find)
+            before = self.read.recall(self.step - 1, self.registry.find)
             for look in self.before_first_pass:
                 look()
         self.current = BackwardPass(self.next_seq(), microbatch, stage, caller_site())
@@ -419,11 +420,7 @@ class Recorder(Sampler):
         self.places.pass_changes()
         if self._begun != self.step:
             self._begun = self.step
-            left = self.read.left(self.step - 1, self.registry.infos) if self.sampling else []
-            if left:
-                self.sample_grads(self.current.seq, BEFORE, left)
-            for info, kept in self.read.in_buffers(self.step - 1) if self.sampling else ():
-                self.sample(self.current.seq, BEFORE, info, kept)
+            sample_left(self, self.read, self.current.seq, self.step - 1, before)
         return self.current
 
     def loss_arrived(self, current: BackwardPass, loss_id: int) -> None:

@@ -220,6 +220,14 @@ class Sampler:
             self.keep(seq, role, plan, values)
         return values is not None
 
+    def sample_if(self, seq: int, role: int, info: ParamInfo, holds: Tensor) -> None:
+        """Keep the sampled elements of `.grad`, or zeros where `holds`, a 0-d boolean on its device, is not true."""
+        grad = info.param.grad
+        asked = grad is not None and self.sampling and info.active and not info.regions
+        found = self.registry.plan(info, grad) if asked and grad is not None else None
+        if found is not None and (values := elements(found[1].detach(), found[0].indices)) is not None:
+            self.keep(seq, role, found[0], torch.where(holds, values, torch.zeros_like(values)))
+
     def sample_grads(self, seq: int, role: int, infos: list[ParamInfo]) -> Seen | None:
         """Sample `.grad` of parameters that have one. Where they lie, for who reads more of them at once."""
         if self.registry.rotates:
