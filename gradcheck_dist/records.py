@@ -159,6 +159,10 @@ class Samples(Record, tag="samples"):
     dtype: str
     values: bytes
 
+    @property
+    def num_rows(self) -> int:
+        return len(self.rows) // 16
+
 
 class Norms(Record, tag="norms"):
     """Euclidean norms of whole gradients as they were just before the event `seq`, a row a parameter.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import time
 from collections import deque
-from collections.abc import Container, Generator, Iterator
+from collections.abc import Container, Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from typing import Protocol
 
@@ -18,10 +18,14 @@ from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
 from gradcheck_dist.stream.cursor import RunCursor
 from gradcheck_dist.stream.shares import read_shares
 from gradcheck_dist.stream.summaries import MakeReader, Round
+from gradcheck_dist.trace.run import Run
 from gradcheck_dist.trace.store import Place, Where
 
 POOL_FROM_S = 0.3
 """A step that takes longer than this to judge is worth other processes, which take about as long to start."""
+
+POOL_FROM_ROWS = 4_000
+"""Samples of a step that surely takes longer: nobody waits for the first one to show it."""
 
 Verdicts = Generator[StepVerdict, None, None]
 
@@ -71,15 +75,16 @@ class Processes:
         pool: ProcessPoolExecutor | None = None
         waiting: deque[Future[StepVerdict]] = deque()
         try:
-            for step, part in cursor.steps():
-                if not wanted.take(cursor, step):
-                    continue
+            takes_long = False
+            asked = ((step, part) for step, part in cursor.steps() if wanted.take(cursor, step))
+            for (step, part), is_last in _with_last(asked) if self._jobs > 1 else ((one, True) for one in asked):
+                if pool is None and not is_last and (takes_long or _num_rows(part) >= POOL_FROM_ROWS):
+                    # Not forked: the caller may have threads.
+                    pool = ProcessPoolExecutor(self._jobs, multiprocessing.get_context("spawn"))
                 if pool is None:
                     started = time.perf_counter()
                     yield judge_alone(part, step, objective, objective_from)
-                    if self._jobs > 1 and time.perf_counter() - started > POOL_FROM_S:
-                        # Not forked: the caller may have threads.
-                        pool = ProcessPoolExecutor(self._jobs, multiprocessing.get_context("spawn"))
+                    takes_long = time.perf_counter() - started > POOL_FROM_S
                     continue
                 waiting.append(pool.submit(judge_alone, part, step, objective, objective_from))
                 if len(waiting) > self._jobs:
@@ -89,3 +94,19 @@ class Processes:
         finally:
             if pool is not None:
                 pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _with_last(steps: Iterable[tuple[int, Run]]) -> Iterator[tuple[tuple[int, Run], bool]]:
+    """Each step, with whether it is the last one: alone it is worth no other process."""
+    held: tuple[int, Run] | None = None
+    for one in steps:
+        if held is not None:
+            yield held, False
+        held = one
+    if held is not None:
+        yield held, True
+
+
+def _num_rows(part: Run) -> int:
+    """How many gradients were sampled in a step, on all ranks."""
+    return sum(samples.num_rows for trace in part.ranks.values() for samples in trace.samples)

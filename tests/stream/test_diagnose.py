@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -11,11 +12,13 @@ from small_runs import write_run
 import gradcheck_dist
 from gradcheck_dist.diagnosis.engine import diagnose
 from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.diagnosis.judged_alone import judge_alone
+from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
 from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.stream import cursor, workers
 from gradcheck_dist.stream import diagnose as stream
 from gradcheck_dist.stream.diagnose import Progress, diagnose_run
-from gradcheck_dist.trace.run import read_run
+from gradcheck_dist.trace.run import Run, read_run
 
 
 def as_json(report: Report) -> str:
@@ -52,10 +55,37 @@ def test_the_report_is_that_of_the_whole_run(
     assert as_json(diagnose_run(run)) == as_json(diagnose(read_run(run)))
 
 
-def test_other_processes_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("setting", "value"), [("POOL_FROM_S", 0.0), ("POOL_FROM_ROWS", 0)])
+def test_other_processes_change_nothing(
+    setting: str, value: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = write_run(tmp_path / "run", steps=5, flush_steps=True)
-    monkeypatch.setattr(workers, "POOL_FROM_S", 0.0)
+    monkeypatch.setattr(workers, setting, value)
     assert as_json(diagnose_run(run, jobs=2)) == as_json(diagnose(read_run(run)))
+
+
+@pytest.mark.parametrize("num_steps", [1, 3])
+def test_large_steps_are_judged_side_by_side_from_the_first_one_on(
+    num_steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = write_run(tmp_path / "run", steps=num_steps, flush_steps=True)
+    here: list[int] = []
+
+    def judge_here(part: Run, step: int, *rest: str) -> StepVerdict:
+        here.append(step)
+        return judge_alone(part, step, *rest)
+
+    class Pool(ThreadPoolExecutor):
+        def __init__(self, jobs: int, context: object) -> None:
+            super().__init__(jobs)
+            here.append(-1)
+
+    monkeypatch.setattr(workers, "judge_alone", judge_here)
+    monkeypatch.setattr(workers, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(workers, "POOL_FROM_ROWS", 1)
+    diagnose_run(run, jobs=2)
+    assert here[0] == (-1 if num_steps > 1 else 0)
+    assert sorted(here) == list(range(-1 if num_steps > 1 else 0, num_steps))
 
 
 def test_chosen_steps_and_unknown_ones(tmp_path: Path) -> None:
