@@ -110,6 +110,10 @@ def own_learning_rate(model: nn.Module, config: TrainConfig) -> torch.optim.Opti
     return kind(model.parameters(), lr=config.lr / 2 if halved else config.lr)
 
 
+def nothing_emptied(optimizer: torch.optim.Optimizer) -> None:
+    """Stands in for loop.empty_gradients."""
+
+
 def counted_per_shard(norm: float, config: TrainConfig) -> float:
     """Stands in for clip.logged_norm."""
     return float(norm * config.axes.world_size**0.5)
@@ -216,6 +220,13 @@ FAULTS = (
         "first step are right; then ranks reduce gradients of models of their own.",
         "gradcheck_dist.trainer.loop:build_optimizer",
         own_learning_rate,
+    ),
+    Fault(
+        "gradients-not-emptied",
+        "Nobody calls zero_grad. Gradients of the first step are right; each later step's are added to all that came "
+        "before.",
+        "gradcheck_dist.trainer.loop:empty_gradients",
+        nothing_emptied,
     ),
     Fault(
         "reported-norm-wrong",

@@ -123,7 +123,7 @@ class Trainer:
         else:
             self.scaler.step(self.optimizer)
             self.scaler.update()
-        self.optimizer.zero_grad()
+        empty_gradients(self.optimizer)
         return grad_norm
 
     def forward_backward(self, batch: Batch) -> None:
@@ -261,6 +261,11 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimi
     if config.optimizer == "sgd":
         return torch.optim.SGD(model.parameters(), lr=config.lr)
     return torch.optim.AdamW(model.parameters(), lr=config.lr)
+
+
+def empty_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Behind the optimizer's step, so that the next backward pass adds to nothing."""
+    optimizer.zero_grad()
 
 
 def peak_memory_bytes(device: torch.device) -> int:

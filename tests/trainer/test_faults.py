@@ -118,7 +118,7 @@ OTHERS = (
     *("reported-norm-wrong", "validation-scale", "ac-without-rng-state"),
     *("found-inf-not-shared", "overflow-in-first-stage", "scaled-in-flight"),
     *("unscaled-twice", "input-gradients-add-up", "tie-broken-by-tp"),
-    *("gathered-before-step", "learning-rate-by-rank"),
+    *("gathered-before-step", "learning-rate-by-rank", "gradients-not-emptied"),
 )
 """Faults with a test of their own below."""
 
@@ -311,6 +311,17 @@ def test_a_learning_rate_of_its_own_takes_each_rank_to_another_model() -> None:
         assert_same(of_rank, right[0])
     assert results[0].steps[0].loss == plain[0].steps[0].loss
     assert results[0].steps[1].loss != pytest.approx(plain[0].steps[1].loss, rel=1e-3)
+
+
+@pytest.mark.parametrize(("layout", "times"), [(DDP, 2), ({"dp_shard": 2}, 1), ({"tp": 2}, 1)], ids=str)
+def test_gradients_that_are_not_emptied_are_a_part_of_the_next_steps(layout: dict[str, Any], times: int) -> None:
+    """DDP sums what is left over the ranks once more."""
+    two = {**layout, "steps": 2, "lr": 1e-12, "optimizer": "sgd"}
+    (gradients, faulted), (right, plain) = faulty("gradients-not-emptied", **two), run(small(**two))
+    for of_rank, expected in zip(gradients, right, strict=True):  # in the first step
+        assert_same(of_rank, expected)
+    (first, second), (_, alone) = ([step.grad_norm for step in results[0].steps] for results in (faulted, plain))
+    assert times * first + alone >= second > 1.1 * max(times * first, alone)
 
 
 def test_copies_that_tensor_parallelism_unties_add_up_to_the_right_gradient() -> None:
