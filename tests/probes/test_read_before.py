@@ -78,6 +78,19 @@ def test_parameters_whose_gradients_are_emptied_are_not_named(tmp_path: Path) ->
     assert report.findings[0].num_parameters == 2 and "0.weight" in report.findings[0].explanation
 
 
+def test_an_optimizer_that_steps_twice_is_told_once(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with attach(tmp_path, steps=[2]):
+        for _ in range(4):
+            nn.functional.cross_entropy(model(torch.randn(6, 8)), torch.randint(0, 5, (6,))).backward()
+            optimizer.step()
+            optimizer.step()
+    report = diagnose(tmp_path)
+    assert [(finding.code, finding.num_parameters) for finding in report.findings] == [("GS402", 4)], report.reasons
+
+
 def test_what_a_line_puts_there_in_each_step_is_not_taken_for_it(tmp_path: Path) -> None:
     report = trained(tmp_path, [3], penalty)
     assert report.verdict == "undetermined" and not report.findings

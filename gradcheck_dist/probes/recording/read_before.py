@@ -24,19 +24,19 @@ class ReadBefore:
 
     def __init__(self) -> None:
         self._step = -1
-        self._kept: list[tuple[weakref.ref[Tensor], Tensor | None]] = []
+        self._kept: dict[int, tuple[weakref.ref[Tensor], Tensor | None]] = {}
 
     def keep(self, step: int, params: Iterable[Tensor]) -> None:
         """An optimizer reads the gradients of these parameters in `step`, which is not recorded."""
         if self._step != step:
-            self._step, self._kept = step, []
-        self._kept += [(weakref.ref(param), _elements(param.grad)) for param in params]
+            self._step, self._kept = step, {}
+        self._kept |= {id(param): (weakref.ref(param), _elements(param.grad)) for param in params}
 
     def take(self, step: int, find: Callable[[Tensor], ParamInfo | None]) -> list[tuple[ParamInfo, Tensor | None]]:
         """The parameters read in `step`, each with whether its gradient is still what was read, a 0-d boolean where it
         lies; None for one that has no gradient. To be asked once, when the next step begins."""
-        kept, self._kept = self._kept if self._step == step else [], []
-        params = [(param, elements) for ref, elements in kept if (param := ref()) is not None]
+        kept, self._kept = self._kept if self._step == step else {}, {}
+        params = [(param, elements) for ref, elements in kept.values() if (param := ref()) is not None]
         return [(info, _is_still(param, elements)) for param, elements in params if (info := find(param)) is not None]
 
 
