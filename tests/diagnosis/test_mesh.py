@@ -6,13 +6,17 @@ import itertools
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from random_trainers import global_mean
 from simulator import Trainer, World
 from tiny_runs import write_run
 
 from gradcheck_dist.diagnosis.engine import diagnose
 from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.diagnosis.weights.mesh import infer_mesh
 from gradcheck_dist.events import NamedGroup
+from gradcheck_dist.ledger.contributions import Contributions
+from gradcheck_dist.records import Plan
 from gradcheck_dist.reports.along import mesh_places
 from gradcheck_dist.trace.run import read_run
 
@@ -111,3 +115,34 @@ def test_ranks_that_do_not_exist_cannot_share_their_tokens(tmp_path: Path) -> No
     report = diagnose(read_run(write_run(tmp_path / "run", fault=None, declared={"same_data": ((0,), (1, 2))})))
     assert report.verdict == "clean"
     assert any("--same-data names rank 2," in problem for problem in report.coverage.problems)
+
+
+@pytest.mark.parametrize(
+    ("places", "parts", "expected"),
+    [
+        ({0: 0, 1: 0, 2: 1, 3: 1}, (0, 1, 0, 1), 2),
+        ({0: 0, 1: 0, 2: 0, 3: 0}, (0, 1, 2, 3), 4),
+        ({0: 0, 1: 1, 2: 2, 3: 3}, (0, 1, 2, 3), 1),  # experts, or what is gathered before it is used
+        ({0: 0, 1: 0, 2: 0, 3: 0}, (0, 0, 0, 0), 1),
+    ],
+)
+def test_ranks_that_compute_one_batch_with_parts_of_parameters_are_tensor_parallel(
+    places: dict[int, int], parts: tuple[int, ...], expected: int
+) -> None:
+    run = World(BY_HAND).run()
+    for rank, trace in run.ranks.items():
+        split = {plan.id: replace(plan, offset=(24 * parts[rank],), extent=(24,)) for plan in trace.plans.values()}
+        shard = {100: Plan(id=100, param=0, num_values=6, offset=(6 * rank,), extent=(6,))}  # as an optimizer has it
+        trace.plans = {key: plan for key, plan in split.items() if plan.param == 0} | shard
+    mesh = infer_mesh(run, {}, Contributions({}, coordinate=places))
+    assert mesh.axes["tp"] == expected
+    assert ("parameters in parts" in mesh.rests_on) == (expected > 1)
+
+
+def test_parts_for_the_sake_of_a_reduction_are_no_tensor_parallelism() -> None:
+    run = World(FSDP).run()
+    for rank, trace in run.ranks.items():
+        trace.plans = {7: Plan(id=7, param=0, num_values=24, offset=(24 * rank,), extent=(24,))}
+    events = {rank: trace.events for rank, trace in run.ranks.items()}
+    mesh = infer_mesh(run, events, Contributions({}, coordinate=dict.fromkeys(range(4), 0)))
+    assert (mesh.axes["dp_shard"], mesh.axes["tp"]) == (4, 1)

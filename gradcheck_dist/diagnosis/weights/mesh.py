@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 
@@ -15,6 +15,8 @@ from gradcheck_dist.trace.run import Run
 from gradcheck_dist.wording import plural
 
 SETTING = "--axes of `gradcheck run` sets them"
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Where a part of a parameter begins, and how far it goes."""
 DATA = "dp"
 """A data axis of which the name does not say whether it shards."""
 _NAMES = {
@@ -45,7 +47,7 @@ class Mesh:
 def infer_mesh(run: Run, events: dict[int, list[Event]], contributions: Contributions | None = None) -> Mesh:
     """Mesh degrees: as declared, else from the groups that were seen reducing and the pipelines that ran, and from the
     names of process groups where these fit. Ranks that evaluate one batch (as told by `contributions`) and exchange
-    activations are tensor parallel."""
+    activations, or compute with parts of parameters, are tensor parallel."""
     if run.axes is not None:
         return Mesh(run.axes.as_dict(), "declared")
     axes = dict.fromkeys(AXIS_NAMES, 1)
@@ -69,6 +71,9 @@ def infer_mesh(run: Run, events: dict[int, list[Event]], contributions: Contribu
     if shared:
         axes["tp"] = max(shared)
         seen.add("exchanges of activations")
+    elif contributions is not None and (num_parts := _num_parts(run, contributions.coordinate, groups)) > 1:
+        axes["tp"] = num_parts
+        seen.add("parameters in parts")
     named = _named(run, axes["dp_shard"] > 1)
     fitting = _fitting(axes, {axis: len(found[0]) for axis, found in named.items()}, run.world_size)
     if fitting is not None and fitting != axes:
@@ -84,6 +89,30 @@ def infer_mesh(run: Run, events: dict[int, list[Event]], contributions: Contribu
     return Mesh(
         axes, f"inferred from {', '.join(sorted(seen))}; {SETTING}", _in_order(axes, groups), _along(axes, groups)
     )
+
+
+def _num_parts(run: Run, place: Mapping[int, int], groups: Iterable[tuple[str, tuple[int, ...]]]) -> int:
+    """Of how many parts parameters are of which ranks with one batch (as `place` tells) have each another one while
+    they compute, as DTensor says; 1 where none is, or one of more parts than another. What `groups` reduce may lie in
+    parts for their sake."""
+    reducing = [set(group) for axis, group in groups if axis in ("dp_shard", "dp_replicate")]
+    boxes: dict[tuple[int | None, str], dict[int, Box]] = {}
+    for rank, trace in run.ranks.items():
+        for plan in trace.plans.values():
+            param = trace.params.get(plan.param)
+            if param is None or plan.partial or plan.offset is None or plan.extent is None:
+                continue
+            of_ranks = boxes.setdefault((param.stage, param.name), {})
+            if rank not in of_ranks or prod(of_ranks[rank][1]) < prod(plan.extent):  # FSDP has smaller ones besides
+                of_ranks[rank] = plan.offset, plan.extent
+    sizes = set()
+    for of_ranks in boxes.values():
+        held: dict[int, dict[int, Box]] = {}
+        for rank, box in of_ranks.items():
+            held.setdefault(place.get(rank, -1 - rank), {})[rank] = box
+        alone = [of_batch for of_batch in held.values() if all(len(group & of_batch.keys()) < 2 for group in reducing)]
+        sizes |= {len(set(of_batch.values())) for of_batch in alone} - {1}
+    return sizes.pop() if len(sizes) == 1 else 1
 
 
 def exchanging(events: dict[int, list[Event]], contributions: Contributions) -> set[tuple[int, bool]]:
