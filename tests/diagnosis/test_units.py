@@ -29,6 +29,13 @@ def test_parameters_of_which_nothing_was_measured_cut_no_unit() -> None:
     assert parted(ALIKE, [[NORM, BIAS]], measured([NORM, BIAS])) == ALIKE
 
 
+def test_all_parameters_are_not_called_so_where_a_fault_concerns_others_besides() -> None:
+    other = (-1, "tail.bias")
+    named = parted(ALIKE, [[NORM, BIAS, HEAD, other]], measured(ALIKE))
+    assert len(set(named.values())) == 1 and "all parameters" not in named.values()
+    assert parted({HEAD: "all parameters"}, [[HEAD, other]], measured([HEAD])) == {HEAD: "head.weight"}
+
+
 def test_pieces_keep_the_stage_and_have_names_of_their_own() -> None:
     units: dict[ParamKey, str] = {
         (0, "a.x"): "stage 0",

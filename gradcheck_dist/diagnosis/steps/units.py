@@ -18,6 +18,7 @@ from gradcheck_dist.ledger.tracks import ParamKey
 
 Ratios = dict[tuple[int, ContributionKey], tuple[float, float]]
 MAX_WRITTEN = 10**4
+ALL_PARAMETERS = "all parameters"
 
 
 def unit_of(held: list[Held]) -> dict[ParamKey, str]:
@@ -37,7 +38,7 @@ def unit_of(held: list[Held]) -> dict[ParamKey, str]:
     taken: set[str] = set()
     for stage, of_stage in sorted(groups.items()):
         for _, params in of_stage:
-            name = "all parameters" if len(of_stage) == 1 else _unit_name([param[1] for param in sorted(params)])
+            name = ALL_PARAMETERS if len(of_stage) == 1 else _unit_name([param[1] for param in sorted(params)])
             if len(groups) > 1:
                 name = f"stage {stage}" if len(of_stage) == 1 else f"stage {stage}: {name}"
             names.update(dict.fromkeys(params, _free(name, taken)))
@@ -45,10 +46,11 @@ def unit_of(held: list[Held]) -> dict[ParamKey, str]:
 
 
 def parted(
-    units: Mapping[ParamKey, str], concerned: Iterable[Collection[ParamKey]], held: Iterable[Held]
+    units: Mapping[ParamKey, str], concerned: Sequence[Collection[ParamKey]], held: Iterable[Held]
 ) -> dict[ParamKey, str]:
     """The same units, those cut in pieces of which a fault concerns some parameters and not the others: weights may
-    come out alike and be wrong in these alone (summands of ranks, what an earlier step left).
+    come out alike and be wrong in these alone (summands of ranks, what an earlier step left). What is called all
+    parameters has another name where a fault concerns some besides, of which nothing was measured.
 
     Args:
         units: the unit of each parameter.
@@ -64,11 +66,13 @@ def parted(
     for param, unit in units.items():
         pieces[unit][tuple(faults[param])].append(param)
     names, taken = dict(units), set(units.values())
+    beside = {nr for nr, params in enumerate(concerned) if not units.keys() >= set(params)}
     several = len({stage for stage, _ in units}) > 1
-    for of_unit in pieces.values():
+    for unit, of_unit in pieces.items():
         if len(of_unit) == 2 and measured.isdisjoint(of_unit.get((), measured)):
             continue
-        for params in of_unit.values() if len(of_unit) > 1 else ():
+        misnamed = unit == ALL_PARAMETERS and any(not beside.isdisjoint(numbers) for numbers in of_unit)
+        for params in of_unit.values() if len(of_unit) > 1 or misnamed else ():
             name = _unit_name([param[1] for param in sorted(params)])
             name = _free(f"stage {params[0][0]}: {name}" if several else name, taken)
             names.update(dict.fromkeys(params, name))
