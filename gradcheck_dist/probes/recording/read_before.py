@@ -7,7 +7,6 @@ They are compared where they lie: nobody waits for an accelerator.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable
 
 import torch
@@ -20,24 +19,25 @@ NUM_ELEMENTS = 64
 
 
 class ReadBefore:
-    """A few elements of each gradient that the optimizers of one step read; None for a parameter that had none."""
+    """A few elements of each gradient that the optimizers of one step read, by the parameter's `id`; None for one that
+    had none. No reference to a parameter is kept, not even a weak one: torch.utils.swap_tensors refuses those."""
 
     def __init__(self) -> None:
         self._step = -1
-        self._kept: dict[int, tuple[weakref.ref[Tensor], Tensor | None]] = {}
+        self._kept: dict[int, Tensor | None] = {}
 
     def keep(self, step: int, params: Iterable[Tensor]) -> None:
         """An optimizer reads the gradients of these parameters in `step`, which is not recorded."""
         if self._step != step:
             self._step, self._kept = step, {}
-        self._kept |= {id(param): (weakref.ref(param), _elements(param.grad)) for param in params}
+        self._kept |= {id(param): _elements(param.grad) for param in params}
 
-    def take(self, step: int, find: Callable[[Tensor], ParamInfo | None]) -> list[tuple[ParamInfo, Tensor | None]]:
+    def take(self, step: int, of_id: Callable[[int], ParamInfo | None]) -> list[tuple[ParamInfo, Tensor | None]]:
         """The parameters read in `step`, each with whether its gradient is still what was read, a 0-d boolean where it
         lies; None for one that has no gradient. To be asked once, when the next step begins."""
         kept, self._kept = self._kept if self._step == step else {}, {}
-        params = [(param, elements) for ref, elements in kept.values() if (param := ref()) is not None]
-        return [(info, _is_still(param, elements)) for param, elements in params if (info := find(param)) is not None]
+        found = [(info, elements) for key, elements in kept.items() if (info := of_id(key)) is not None]
+        return [(info, _is_still(info.param, elements)) for info, elements in found]
 
 
 def _is_still(param: Tensor, elements: Tensor | None) -> Tensor | None:

@@ -35,10 +35,10 @@ class ReadGradients:
         if self._emptied:
             self._emptied -= self._ids
 
-    def recall(self, step: int, find: Callable[[Tensor], ParamInfo | None]) -> list[tuple[ParamInfo, Tensor]]:
+    def recall(self, step: int, of_id: Callable[[int], ParamInfo | None]) -> list[tuple[ParamInfo, Tensor]]:
         """Note that optimizers have stepped in `step`, if nothing but `before` is kept of it. What may be left of that
         step, each with whether it still is what was read."""
-        found = self.before.take(step, find)
+        found = self.before.take(step, of_id)
         if found:
             self.note(step, [])
             self._ids.update([info.id for info, _ in found])

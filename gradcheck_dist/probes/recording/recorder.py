@@ -412,7 +412,7 @@ class Recorder(Sampler):
                 self.own_optimizer.idles()
             return None
         if self._begun != self.step:
-            before = self.read.recall(self.step - 1, self.registry.find)
+            before = self.read.recall(self.step - 1, self.registry.of_id)
             for look in self.before_first_pass:
                 look()
         self.current = BackwardPass(self.next_seq(), microbatch, stage, caller_site())
