@@ -71,7 +71,7 @@ class Registry(Plans):
         self.wrapper_trains: dict[int, set[int]] = {}  # ids of what a DDP instance was made to reduce, and holds
 
     def find(self, param: Tensor) -> ParamInfo | None:
-        return self.of_id(id(param))
+        return self._by_param.get(id(param)) or self._copies.get(id(param))
 
     def of_id(self, key: int) -> ParamInfo | None:
         """What is known of the tensor whose `id` this is."""
