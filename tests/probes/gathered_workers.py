@@ -208,5 +208,5 @@ def train(variant: str) -> int:
     return zlib.crc32(torch.cat([param.detach().flatten() for param in model.parameters()]).numpy().tobytes())
 
 
-def run(variants: list[str], folder: str) -> list[tuple[int, int]]:
-    return with_and_without(train, variants, folder)
+def run(variants: list[str], folder: str, first: int = 0) -> list[tuple[int, int]]:
+    return with_and_without(train, variants, folder, range(first, STEPS))

@@ -78,23 +78,24 @@ class Gained(nn.Module):
         return self.inner(x) * self.gain  # type: ignore[no-any-return]
 
 
-def train_gained(run_dir: str, divisor: float) -> None:
+def train_gained(run_dir: str, divisor: float, first: int = 0) -> None:
     """Experts that DDP leaves alone; `divisor`: of their gradients, which hold all ranks' means."""
     dist.init_process_group("gloo")
     net = Net(dist.get_rank())
     net.expert = Gained()  # type: ignore[assignment]
-    _train_beside_ddp(run_dir, net, "expert", divisor)
+    _train_beside_ddp(run_dir, net, "expert", divisor, first)
 
 
-def _train_beside_ddp(run_dir: str, net: nn.Module, own: str, divisor: float = 1.0) -> None:
-    """Three steps of a model of which DDP leaves the parameters alone whose names begin with `own`."""
+def _train_beside_ddp(run_dir: str, net: nn.Module, own: str, divisor: float = 1.0, first: int = 0) -> None:
+    """Three steps of a model of which DDP leaves the parameters alone whose names begin with `own`, recorded from the
+    one with number `first` on."""
     from gradcheck_dist.probes import attach
 
     mine = [name for name, _ in net.named_parameters() if name.startswith(own)]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, mine)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     drawn = torch.Generator().manual_seed(5 + dist.get_rank())
-    with attach(run_dir, steps=range(3)):
+    with attach(run_dir, steps=range(first, 3)):
         model = DistributedDataParallel(net)
         for _ in range(3):
             x, labels = torch.randn(6, SIZE, generator=drawn), torch.randint(0, WORDS, (6,), generator=drawn)

@@ -48,11 +48,12 @@ class OverShards(torch.autograd.Function):
         return (shares - mine) / len(shares) * gradients[0], None
 
 
-def train(run_dir: str, how: str) -> float:
+def train(run_dir: str, how: str, first: int = 0) -> float:
     """Train some steps; how far the first gradients are from those of one process, relative.
 
     Args:
         how: "one seed" (all parts of the head began alike), "once" (what comes back is not multiplied), or "".
+        first: the first step that is recorded.
     """
     from gradcheck_dist.probes import attach
 
@@ -64,7 +65,7 @@ def train(run_dir: str, how: str) -> float:
     head = nn.Linear(SIZE, CLASSES // world, bias=False)
     optimizer = torch.optim.SGD([*body.parameters(), *head.parameters()], lr=0.1)
     drawn, off = torch.Generator().manual_seed(3), 0.0
-    with attach(run_dir, steps=range(3)):
+    with attach(run_dir, steps=range(first, 3)):
         for step in range(3):
             images = torch.randn(world, BATCH, 4, generator=drawn)
             labels = torch.randint(0, CLASSES, (world * BATCH,), generator=drawn)

@@ -118,7 +118,9 @@ def user_loop(variant: str, run_dir: str | None) -> int:
     return zlib.crc32(b"".join(param.detach().numpy().tobytes() for param in model.parameters()))
 
 
-def with_and_without(train: Callable[[str], int], variants: Iterable[str], folder: str) -> list[tuple[int, int]]:
+def with_and_without(
+    train: Callable[[str], int], variants: Iterable[str], folder: str, steps: Container[int] | None = None
+) -> list[tuple[int, int]]:
     """What `train` returns for each variant, without probes and recorded into folder/variant."""
     from gradcheck_dist.probes import attach
 
@@ -127,7 +129,7 @@ def with_and_without(train: Callable[[str], int], variants: Iterable[str], folde
     for variant in variants:
         checksums = []
         for recorded in (False, True):
-            with attach(Path(folder) / variant) if recorded else contextlib.nullcontext():
+            with attach(Path(folder) / variant, steps=steps) if recorded else contextlib.nullcontext():
                 checksums.append(train(variant))
                 dist.barrier()
         found.append((checksums[0], checksums[1]))

@@ -97,7 +97,8 @@ def install(recorder: Recorder, patches: Patches) -> None:
 @guarded("handed_on")
 def note(recorder: Recorder, cuts: Cuts, tensor: Tensor) -> None:
     """A tensor shall have a gradient."""
-    if recorder.sampling and not recorder.suspended and tensor.requires_grad and tensor.is_leaf and tensor.dim() > 1:
+    watched = recorder.samples_upcoming and not recorder.suspended
+    if watched and tensor.requires_grad and tensor.is_leaf and tensor.dim() > 1:
         cuts.made = True
 
 

@@ -48,6 +48,11 @@ class Copies:
         self._with: set[int] = set()
         self._places: dict[int, int] = {}  # by parameter, how many exchanges came before its module was called
 
+    @property
+    def counts(self) -> bool:
+        """Whether exchanges count: modules may have their places before the first recorded step."""
+        return self.recorder.samples_upcoming or not self._num_known
+
     def exchanged(self, tensor: Any, group: Any) -> None:
         """Ranks are about to exchange a tensor by all-to-all: activations, outside of backward passes."""
         parts = tensor if isinstance(tensor, list | tuple) else [tensor]
@@ -125,7 +130,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
 
         @functools.wraps(original)
         def all_to_all(*args: Any, **kwargs: Any) -> Any:
-            if not torch.compiler.is_compiling() and recorder.sampling:
+            if not torch.compiler.is_compiling() and copies.counts:
                 exchanged(recorder, copies, signature, args, kwargs)
             return original(*args, **kwargs)
 
