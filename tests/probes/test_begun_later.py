@@ -69,3 +69,28 @@ def test_a_loss_whose_gradient_another_pass_hands_on(tmp_path: Path, divided_by:
     report = diagnose(read_run(tmp_path))
     assert [(one.code, one.num_parameters) for one in report.findings] == ([("GS303", 4)] if divided_by > 1 else [])
     assert report.verdict == ("findings" if divided_by > 1 else "clean"), report.reasons
+
+
+@pytest.mark.parametrize("divided_by", [2, 3])
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_losses_of_log_probabilities(tmp_path: Path, adaptive: bool, divided_by: int) -> None:
+    """The first pass of the first recorded step has a loss like all others."""
+    torch.manual_seed(0)
+    body, head = nn.Linear(6, 16), nn.Linear(16, 20)
+    several = nn.AdaptiveLogSoftmaxWithLoss(16, 20, [5, 10])
+    optimizer = torch.optim.SGD([*body.parameters(), *(several if adaptive else head).parameters()], lr=0.1)
+    with attach(tmp_path, steps=[1, 2]):
+        for _ in range(3):
+            for _ in range(2):
+                x, labels = torch.randn(8, 6), torch.randint(0, 20, (8,))
+                if adaptive:
+                    loss = several(body(x), labels).loss
+                else:
+                    loss = -head(body(x)).log_softmax(-1).gather(1, labels[:, None]).mean()
+                (loss / divided_by).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    report = diagnose(read_run(tmp_path))
+    found = [(one.code, one.steps, one.factor.exact) for one in report.findings]
+    assert found == ([("GS303", [1, 2], "2/3")] if divided_by == 3 else []), report.reasons
+    assert report.verdict == ("findings" if divided_by == 3 else "clean")
