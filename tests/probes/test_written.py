@@ -71,6 +71,17 @@ def test_a_missing_division_is_told_without_the_coefficient(tmp_path: Path, name
     )
 
 
+def test_a_coefficient_that_stands_in_for_a_missing_division_leaves_the_verdict_open(tmp_path: Path) -> None:
+    report = trained(tmp_path, lambda x, z, y: 0.25 * F.cross_entropy(x, y) + 0.75 * distilled(x))
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert "x 4 too large where it is a coefficient" in report.reasons[0]
+
+
+def test_a_division_by_passes_in_the_sum_is_clean(tmp_path: Path) -> None:
+    report = trained(tmp_path, lambda x, z, y: F.cross_entropy(x, y) / STEPS + distilled(x) / STEPS)
+    assert (report.verdict, report.findings, report.reasons) == ("clean", [], [])
+
+
 @pytest.mark.parametrize("name", IN_EQUAL)
 def test_a_second_division_of_the_whole_is_none_by_a_coefficient(tmp_path: Path, name: str) -> None:
     (finding,) = trained(tmp_path, lambda x, z, y: WRITTEN[name](x, z, y) / STEPS / STEPS).findings

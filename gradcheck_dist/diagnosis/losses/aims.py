@@ -169,6 +169,8 @@ def _of_losses(
         means = [_counted(MEANS, one.contributions, groups) for one in in_sums]
         if (without := _without_coefficient(readings, means, measured, written)) is not None:
             return without
+    elif (shares := [one for one in in_sums if one.in_place]) and not unusable:
+        counted.reasons.append(shares[0].in_place_reason)
     weights = [one for one in written_coefficients(contributions) if is_called_a_weight(one)]
     if weights and not unusable and _wrong(counted, measured):
         freed = _counted(objective, without_coefficients(contributions, weights), groups)

@@ -38,7 +38,8 @@ class Written:
     `counted`: what stands before a loss's mean and is one over its tokens in this step, or ranks or passes over
     them. `uncounted`: what stands before one that divides by each pass's own tokens, and is as many as ranks or passes,
     so that a sum of the counts may be missing. `num_parts`: how often a pass evaluates the same lines, where nothing
-    divides by that.
+    divides by that. `in_place`: the number is one over ranks or passes, and the program multiplies by it: where the
+    weights come out right with it, it may be a coefficient beside which a division lacks.
     """
 
     contributions: Contributions
@@ -50,6 +51,15 @@ class Written:
     uncounted: float | None = None
     divided: float | None = None
     num_parts: int = 1
+    in_place: bool = False
+
+    @property
+    def in_place_reason(self) -> str:
+        return (
+            f"{self.coefficient:.4g} x stands before the loss in a sum of several: all weights are right where that "
+            f"divides by ranks or passes, and x {1 / self.coefficient:.4g} too large where it is a coefficient. "
+            "gradcheck_dist.mark_loss(loss_sum, num_tokens, term=..., coefficient=...) on each loss tells"
+        )
 
     @property
     def remark(self) -> str:
@@ -149,7 +159,8 @@ def _without(contributions: Contributions, losses: Sequence[LossOfPasses], *, of
     certain = (means[index] != of_sum or unequal) and own and counted is uncounted is divided is None
     certain &= num_parts == 1 and not uneven and not next_to_one
     aimed_at = replace(contributions, by_key=by_key)
-    return Written(aimed_at, number, certain, may_divide, of_sum, counted, uncounted, divided, num_parts)
+    in_place = not of_sum and all(_is_share(one, number, contributions) for one in main.values())
+    return Written(aimed_at, number, certain, may_divide, of_sum, counted, uncounted, divided, num_parts, in_place)
 
 
 def _rounding(losses: Sequence[LossOfPasses]) -> float:
@@ -228,6 +239,13 @@ def _divided_alone(losses: Sequence[LossOfPasses], index: int, contributions: Co
 def _is_product(one: LossGradient, number: float, contributions: Contributions) -> bool:
     """Whether a number below 1 is one that the loss is multiplied by in its sum, and no equal share of the tokens."""
     if number >= 1 or any(same(number * degree, 1) for degree in degrees_of(contributions)):
+        return False
+    return any(value is not None and same(value, number) for value in one.multipliers or ())
+
+
+def _is_share(one: LossGradient, number: float, contributions: Contributions) -> bool:
+    """Whether a number is one over ranks or passes, and one that the loss is multiplied by in its sum, not divided."""
+    if not any(same(number * degree, 1) for degree in degrees_of(contributions) - {1}):
         return False
     return any(value is not None and same(value, number) for value in one.multipliers or ())
 
