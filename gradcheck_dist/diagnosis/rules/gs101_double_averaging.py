@@ -44,7 +44,8 @@ from gradcheck_dist.diagnosis.answer import Answer
 from gradcheck_dist.diagnosis.causes.case import Case
 from gradcheck_dist.diagnosis.causes.vocabulary import RANKS
 from gradcheck_dist.diagnosis.weights.context import StepContext
-from gradcheck_dist.events import BY_AUTOGRAD, DATA_PARALLEL, GATHERED, SHARDING, Event, Reduce
+from gradcheck_dist.diagnosis.weights.named_counts import SAME, common_numbers, names_passes, names_ranks
+from gradcheck_dist.events import BY_AUTOGRAD, DATA_PARALLEL, GATHERED, SHARDING, Event, LossNumber, Reduce
 from gradcheck_dist.ledger.reductions import nominal_factor
 
 CODE = "GS101"
@@ -76,6 +77,7 @@ def judge(case: Case) -> Answer | None:
         return None
     size = event.num_ranks
     averages = abs(factor * size - 1) <= 1e-6
+    alike = size if averages else 0
     divisor = f"{size}" if averages else f"{1 / factor:.6g}"
     does = f"averages over {size}" if averages else f"divides its sum by {divisor}, over {size}"
     name = case.names[0].expression if case.names else f"{factor:.6g}"
@@ -96,8 +98,8 @@ def judge(case: Case) -> Answer | None:
     )
     or_loss = _or_loss(case, divisor, by="the average" if averages else "the division")
     return Answer(
-        explanation=f"{_loss(case)}, and {wrapper} then {does} ranks: the gradient is {name} of {_whose(case)}.",
-        fix=f"Use {sum_instead}{or_loss}.",
+        explanation=f"{_loss(case, alike)}, and {wrapper} then {does} ranks: the gradient is {name} of {_whose(case)}.",
+        fix=_mended(case, alike, f"Use {sum_instead}{or_loss}."),
     )
 
 
@@ -132,9 +134,9 @@ def _unseen(case: Case) -> Answer | None:
     if not _divides_by(case, size):
         return None
     return Answer(
-        explanation=f"{_loss(case)}, and between these two lines, by nothing recorded, gradients are averaged over "
-        f"{size} ranks: they are 1/{size} of {_whose(case)}.",
-        fix=f"Add them up without dividing by {size}{_or_loss(case, size)}.",
+        explanation=f"{_loss(case, size)}, and between these two lines, by nothing recorded, gradients are averaged "
+        f"over {size} ranks: they are 1/{size} of {_whose(case)}.",
+        fix=_mended(case, size, f"Add them up without dividing by {size}{_or_loss(case, size)}."),
     )
 
 
@@ -148,9 +150,9 @@ def _in_hook(case: Case, event: Reduce) -> Answer | None:
     if any(abs(cell.root_ratio - 1) > tolerance for _, cell in case.cells):
         return None
     return Answer(
-        explanation=f"{_loss(case)}, and the communication hook {event.hook} then averages over {size} ranks: the "
-        f"gradient is {case.names[0].expression if case.names else f'1/{size}'} of {_whose(case)}.",
-        fix=f"Let the hook return the sum{_or_loss(case, size, by='its average')}.",
+        explanation=f"{_loss(case, size)}, and the communication hook {event.hook} then averages over {size} ranks: "
+        f"the gradient is {case.names[0].expression if case.names else f'1/{size}'} of {_whose(case)}.",
+        fix=_mended(case, size, f"Let the hook return the sum{_or_loss(case, size, by='its average')}."),
     )
 
 
@@ -200,9 +202,9 @@ def _by_hand(case: Case, event: Reduce) -> Answer | None:
             fix=f"Divide by {divisor / size:.6g}: by the tokens of all ranks, once.",
         )
     return Answer(
-        explanation=f"{_loss(case)}, and this line divides the sum over {size} ranks by {size} as well: the gradient "
-        f"is {name} of {_whose(case)}.",
-        fix=f"Drop this division{_or_loss(case, size)}.",
+        explanation=f"{_loss(case, size)}, and this line divides the sum over {size} ranks by {size} as well: the "
+        f"gradient is {name} of {_whose(case)}.",
+        fix=_mended(case, size, f"Drop this division{_or_loss(case, size)}."),
     )
 
 
@@ -213,8 +215,33 @@ def _or_loss(case: Case, size: object, by: str = "it") -> str:
     return f", or multiply the loss by {size} so that {by} undoes it"
 
 
-def _loss(case: Case) -> str:
+def _undone(case: Case, size: int) -> LossNumber | None:
+    """Where the program multiplies all losses by the number of ranks, as an average asks for, though they weigh no
+    more for it: they divide by that many times the tokens."""
+    context = case.context
+    if context.objective != "global-token-mean" or context.relative or context.of_means or not case.everywhere:
+        return None
+    found = [one for one in common_numbers(context.contributions) if size and abs(one.factor / size - 1) <= SAME]
+    return next((one for one in found if names_ranks(one) or not names_passes(one)), None)
+
+
+def _mended(case: Case, size: int, fix: str) -> str:
+    if _undone(case, size) is None:
+        return fix
+    return (
+        "Divide by the tokens of all ranks, each counted once, and by nothing else: ranks that share a batch (tensor "
+        f"or pipeline parallel ones) count the same tokens. Or: {fix[0].lower()}{fix[1:]}"
+    )
+
+
+def _loss(case: Case, size: int = 0) -> str:
+    """What the losses have by themselves; `size` ranks are averaged over, 0 for no matter."""
     objective = case.context.objective
+    if size and (number := _undone(case, size)) is not None:
+        return (
+            f"The loss is multiplied by {size} at {number.site.short} ({number.written}), which an average over {size} "
+            f"ranks undoes, but divides by {size} times the tokens of all ranks"
+        )
     if case.context.relative:
         return "Other gradients are not divided by the ranks (what the losses divide by is not known)"
     if case.context.of_means:
