@@ -19,6 +19,7 @@ from gradcheck_dist.diagnosis.losses.sources import source_by_source
 from gradcheck_dist.diagnosis.losses.tasks import task_by_task
 from gradcheck_dist.diagnosis.losses.weighted_tokens import spreads_of_losses
 from gradcheck_dist.diagnosis.norms.step_norms import step_norms
+from gradcheck_dist.diagnosis.open_cases.unsummed_ties import maybe_tied
 from gradcheck_dist.diagnosis.steps.across import across, left_across, without_emptied_across
 from gradcheck_dist.diagnosis.steps.changed_in import name_places
 from gradcheck_dist.diagnosis.steps.clip_lines import clip_of_line, factor_of_line
@@ -207,7 +208,7 @@ def read_step(
     verdict.lost, verdict.unread = lost(run, recorded), unread_in(data)
     verdict.reasons += [*([] if verdict.lost else why_not(run, data, contributions)), *nothing_verified(data.events)]
     verdict.unmade = [] if verdict.lost else unmade(data)
-    verdict.reasons += [*not_summed(data), *unlike_parts(data)]
+    verdict.reasons += [*not_summed(data), *unlike_parts(data), *maybe_tied(data)]
     verdict.remarks += [*moving(data), *not_verified(data.events), *contributions.problems, *told_chunks(data)]
     verdict.remarks += [mixed.remark] if mixed is not None else []
     verdict.verified, verdict.unverified = verified(data.events), left_out(data.events)

@@ -277,7 +277,8 @@ def _with_stages(data: StepData, found: _Pipelines, stages: Mapping[tuple[int, i
             moved[key] = new if moved[key] == (stage, key[1]) else moved[key]
     tied = {moved.get(key, key): copies for key, copies in data.tied.items()}
     beside = {moved.get(key, key): moved.get(other, other) for key, other in data.beside.items()}
-    return replace(data, tracks=tracks, tied=tied, beside=beside)
+    perhaps = [(moved.get(one, one), moved.get(other, other)) for one, other in data.perhaps_tied]
+    return replace(data, tracks=tracks, tied=tied, beside=beside, perhaps_tied=perhaps)
 
 
 def _reduced_together(data: StepData, of_rank: Mapping[int, Track]) -> list[set[int]]:

@@ -51,21 +51,37 @@ def ties(run: Run, names: Mapping[tuple[int, int], Key] | None = None) -> dict[K
         names: the key of each (rank, parameter id); None takes those that the ranks recorded.
     """
     first: dict[Key, Key] = {}
-    for one, other in _pairs(run, names, on_one_rank=False):
-        first[other] = first.get(one, one)
+    for pairs, surely in _pairs(run, names, on_one_rank=False):
+        for one, other in pairs if surely else []:
+            first[other] = first.get(one, one)
     return first
+
+
+def perhaps(run: Run, names: Mapping[tuple[int, int], Key]) -> list[tuple[Key, Key]]:
+    """An embedding and another matrix of ranks that hold nothing else of which one seed would have drawn alike (a
+    last stage of a norm and a head): one parameter, or two that were drawn by one seed."""
+    return [
+        pair
+        for pairs, surely in _pairs(run, names, on_one_rank=False)
+        for pair in ([] if surely or len(pairs) > 1 else pairs)
+    ]
 
 
 def beside(run: Run, names: Mapping[tuple[int, int], Key]) -> dict[Key, Key]:
     """Two copies of one parameter on the same ranks, in two stages that these hold (a schedule in the shape of a V):
     for each the other one. Told as `ties` are."""
     both: dict[Key, Key] = {}
-    for one, other in _pairs(run, names, on_one_rank=True):
-        both |= {one: other, other: one}
+    for pairs, surely in _pairs(run, names, on_one_rank=True):
+        for one, other in pairs if surely else []:
+            both |= {one: other, other: one}
     return both
 
 
-def _pairs(run: Run, names: Mapping[tuple[int, int], Key] | None, on_one_rank: bool) -> Iterator[tuple[Key, Key]]:
+def _pairs(
+    run: Run, names: Mapping[tuple[int, int], Key] | None, on_one_rank: bool
+) -> Iterator[tuple[list[tuple[Key, Key]], bool]]:
+    """Of each two places the pairs of an embedding and what began as it, and whether both hold what tells that apart
+    from draws of one seed."""
     copies: dict[Key, _Copy] = {}
     for rank, trace in run.ranks.items():
         for param in trace.params.values():
@@ -79,18 +95,19 @@ def _pairs(run: Run, names: Mapping[tuple[int, int], Key] | None, on_one_rank: b
             places[copy.key[0], frozenset(copy.starts)].append(copy)
     for (one, here), (other, there) in combinations(sorted(places.items(), key=lambda item: sorted(item[0][1])), 2):
         if one[1] == other[1] if on_one_rank else one[1].isdisjoint(other[1]):
-            yield from _tied(here, there)
+            yield _tied(here, there)
 
 
-def _tied(here: list[_Copy], there: list[_Copy]) -> list[tuple[Key, Key]]:
+def _tied(here: list[_Copy], there: list[_Copy]) -> tuple[list[tuple[Key, Key]], bool]:
     pairs = [(one, other) for one in here for other in there if one.began_as(other)]
     embedded = [(one, other) for one, other in pairs if one.param.looked_up or other.param.looked_up]
     if len(embedded) < len(pairs):
-        return []
+        return [], False
     tied = {copy.key for pair in embedded for copy in pair}
-    if any(all(copy.key in tied for copy in held) for held in (here, there)):
-        return []
-    return [(one.key, other.key) for one, other in embedded]
+    told_apart = not any(all(copy.key in tied for copy in held) for held in (here, there))
+    if not told_apart:  # tables of one seed are no copies of one another
+        embedded = [(one, other) for one, other in embedded if one.param.looked_up != other.param.looked_up]
+    return [(one.key, other.key) for one, other in embedded], told_apart
 
 
 def told(first: Key, copies: list[Key]) -> str:

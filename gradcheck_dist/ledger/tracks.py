@@ -35,7 +35,7 @@ from gradcheck_dist.ledger.names import param_key as param_key
 from gradcheck_dist.ledger.parted import Sizes
 from gradcheck_dist.ledger.same_files import name_alike
 from gradcheck_dist.ledger.solve import EPSILON
-from gradcheck_dist.ledger.tied import beside, ties
+from gradcheck_dist.ledger.tied import beside, perhaps, ties
 from gradcheck_dist.trace.reader import RankTrace, decode_values
 from gradcheck_dist.trace.run import Run
 
@@ -105,7 +105,8 @@ class StepData:
     """One optimizer step on all ranks. `events` are sorted by seq; `tracks[key][rank]`.
 
     `tied`: the other names under which a parameter lies on other pipeline stages; its tracks hold them all. `beside`:
-    the other copy of a tied parameter where both lie on the same ranks, which keep their tracks apart. `sizes`: what
+    the other copy of a tied parameter where both lie on the same ranks, which keep their tracks apart. `perhaps_tied`:
+    pairs that began alike and got gradients, and of which nothing else tells whether they are one. `sizes`: what
     values tell of the sizes of layers, whatever of them is trained. `frozen_parts`: of each parameter that nobody
     trains and of which ranks hold unlike tensors, the sets of ranks that hold one.
     """
@@ -120,6 +121,7 @@ class StepData:
     beside: dict[ParamKey, ParamKey] = field(default_factory=dict)
     sizes: Sizes = field(default_factory=Sizes)
     frozen_parts: list[list[frozenset[int]]] = field(default_factory=list)
+    perhaps_tied: list[tuple[ParamKey, ParamKey]] = field(default_factory=list)
 
     @cached_property
     def event_of(self) -> dict[int, dict[int, Event]]:
@@ -193,8 +195,9 @@ def step_data(run: Run, step: int) -> StepData:
     sets = {rank: trace.param_sets for rank, trace in run.ranks.items()}
     wrappers = {rank: trace.wrappers for rank, trace in run.ranks.items()}
     copies = {key: other for key, other in beside(run, trained).items() if _got_gradients(tracks, (key, other))}
+    maybe = [pair for pair in perhaps(run, trained) if _got_gradients(tracks, pair)]
     return StepData(
-        step, events, sets, dict(tracks), complete, wrappers, tied, copies, sizes, _frozen_parts(run, names)
+        step, events, sets, dict(tracks), complete, wrappers, tied, copies, sizes, _frozen_parts(run, names), maybe
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gradcheck_dist.events import Header, Param
-from gradcheck_dist.ledger.tied import beside, ties
+from gradcheck_dist.ledger.tied import beside, perhaps, ties
 from gradcheck_dist.ledger.tracks import ParamKey
 from gradcheck_dist.trace.reader import RankTrace
 from gradcheck_dist.trace.run import Run
@@ -22,6 +22,17 @@ TIED = {(1, "head.weight"): (0, "embedding.weight")}
 
 def tied_of(*ranks: tuple[int, list[dict[str, Any]]]) -> dict[ParamKey, ParamKey]:
     """The ties of a run, each rank given as (stage, its parameters)."""
+    return ties(run_of(*ranks))
+
+
+def perhaps_of(*ranks: tuple[int, list[dict[str, Any]]]) -> list[tuple[ParamKey, ParamKey]]:
+    run = run_of(*ranks)
+    return perhaps(
+        run, {(rank, id): (ranks[rank][0], p.name) for rank in run.ranks for id, p in run.ranks[rank].params.items()}
+    )
+
+
+def run_of(*ranks: tuple[int, list[dict[str, Any]]]) -> Run:
     run = Run(Path(), {})
     for rank, (stage, params) in enumerate(ranks):
         header = Header(schema_version=1, tool_version="", rank=rank, world_size=len(ranks), pid=1, started_unix_s=0.0)
@@ -29,7 +40,7 @@ def tied_of(*ranks: tuple[int, list[dict[str, Any]]]) -> dict[ParamKey, ParamKey
         for id, values in enumerate(params):
             usual: dict[str, Any] = {"shape": (8, 4), "dtype": "float32", "num_positions": 32, "stage": stage}
             run.ranks[rank].params[id] = Param(id=id, **usual | values)
-    return ties(run)
+    return run
 
 
 def test_an_embedding_that_began_as_another_stages_matrix_is_tied_to_it() -> None:
@@ -67,6 +78,30 @@ def test_what_may_have_begun_alike_by_chance_is_not_tied(
     first: list[dict[str, Any]], last: list[dict[str, Any]]
 ) -> None:
     assert tied_of((0, first), (1, last)) == {}
+
+
+NORM: dict[str, Any] = {"name": "norm.weight", "start": None, "shape": (4,)}
+
+
+def test_a_head_beside_nothing_but_a_norm_is_perhaps_tied() -> None:
+    pair = ((0, "embedding.weight"), (1, "head.weight"))
+    assert perhaps_of((0, [EMBEDDING, FIRST]), (1, [NORM, HEAD])) == [pair]
+    assert perhaps_of((0, [EMBEDDING]), (1, [NORM, LAST, HEAD])) == [pair]
+
+
+@pytest.mark.parametrize(
+    ("first", "last"),
+    [
+        ([EMBEDDING, FIRST], [LAST, HEAD]),
+        ([EMBEDDING, FIRST], [NORM, HEAD | {"start": 4}]),
+        ([EMBEDDING, FIRST], [NORM, HEAD | {"looked_up": True}]),
+        ([EMBEDDING, FIRST], [LAST | {"start": 2}, HEAD]),
+        ([EMBEDDING], [HEAD, HEAD | {"name": "other.weight"}]),
+    ],
+    ids=["surely tied", "other values", "a table each", "one seed draws all alike", "two of them"],
+)
+def test_others_are_not(first: list[dict[str, Any]], last: list[dict[str, Any]]) -> None:
+    assert perhaps_of((0, first), (1, last)) == []
 
 
 def test_both_on_one_rank_are_left_apart() -> None:

@@ -17,6 +17,7 @@ from gradcheck_dist.diagnosis.open_cases.own_parameters import NO_SEED, OFF, ONE
 from gradcheck_dist.diagnosis.open_cases.parted_heads import PARTED
 from gradcheck_dist.diagnosis.open_cases.stepped_again import AGAIN
 from gradcheck_dist.diagnosis.open_cases.unread import OTHER_PARTS
+from gradcheck_dist.diagnosis.open_cases.unsummed_ties import MAYBE_TIED
 from gradcheck_dist.diagnosis.steps.alternatives import MADE_ANEW
 from gradcheck_dist.diagnosis.steps.averaged_beside import AVERAGED
 from gradcheck_dist.diagnosis.steps.changed_in import LINES
@@ -166,6 +167,8 @@ SAYS = {
     NO_AUTOGRAD: "Record from the first step on. Gradients that loss.backward() does not compute can be compared once "
     "with those that it does, on the same batch.",
     FEW_SAMPLES: LARGER_SAMPLE,
+    MAYBE_TIED: "Where they are one tied matrix, sum their gradients over the stages that hold them; else draw them "
+    "from seeds of their own, and record again.",
     PARTED: "Nothing to do where these are each rank's own part; else reduce their gradients as the others'.",
     OF_THEIR_OWN: "Nothing to do where each rank holds its own part of one model, and what comes back through "
     "activations is divided as is meant; else hold copies, and reduce their gradients.",
