@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import count
 
@@ -45,6 +46,8 @@ class Registry(Plans):
         self._sample_size = sample_size
         self._by_param: dict[int, ParamInfo] = {}
         self._copies: dict[int, ParamInfo] = {}
+        self._held: Counter[int] = Counter()  # by id, elements of which there are copies, when so many were known
+        self._counted = -1
         self._looked_up: set[int] = set()
         self._lent: dict[int, tuple[Tensor, Tensor]] = {}  # by id, what modules compute with, and whose it is
         self._tables: dict[int, nn.Parameter | weakref.ref[Tensor]] = {}  # by id, tensors of which rows were looked up
@@ -111,6 +114,17 @@ class Registry(Plans):
     def copies(self) -> list[ParamInfo]:
         """Tensors that optimizers own instead of the model's parameters."""
         return list(self._copies.values())
+
+    def num_held(self, info: ParamInfo) -> int:
+        """How many of a parameter's elements this rank's optimizers own copies of: a part, where parameters are shards
+        while nobody uses them; 0 where they own the parameter itself."""
+        if self._counted != self.num_known:
+            self._counted = self.num_known
+            parts = {(part.info.id, part.start): part.length for copy in self.copies() for part in copy.regions}
+            self._held = Counter()
+            for (id, _), length in parts.items():
+                self._held[id] += length
+        return self._held[info.id]
 
     def asked_before(self, params: list[Tensor], *, owner: bool) -> list[ParamInfo] | None:
         """The answer to a question of an earlier step, as long as no parameter has come since. Not to be changed."""

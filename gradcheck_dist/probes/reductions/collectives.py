@@ -23,7 +23,7 @@ from gradcheck_dist.events import AFTER, BEFORE, WRITTEN
 from gradcheck_dist.function_apply import in_function
 from gradcheck_dist.probes.optimizers.writes import seen
 from gradcheck_dist.probes.parameters.places import Place
-from gradcheck_dist.probes.parameters.regions import Region, in_memory, main_grad_of
+from gradcheck_dist.probes.parameters.regions import Region, gradient_of, in_memory, main_grad_of
 from gradcheck_dist.probes.parameters.registry import ParamInfo
 from gradcheck_dist.probes.recording.patching import Patches
 from gradcheck_dist.probes.recording.recorder import BackwardPass, Recorder, guarded
@@ -424,7 +424,7 @@ def after_manual(
     for region in opened:
         info = region.info
         done = pending.get(info.id)
-        if done is None or done.length < _local_size(info):
+        if done is None or done.length < _local_size(recorder, info):
             continue
         del pending[info.id]
         impl, op, group, root, channel = done.how
@@ -441,6 +441,10 @@ def after_manual(
                 behind.awaited.later(work, sample)
 
 
-def _local_size(info: ParamInfo) -> int:
+def _local_size(recorder: Recorder, info: ParamInfo) -> int:
+    """How many elements of a gradient lie on this rank."""
     local = getattr(info.param, "_local_tensor", None)
-    return info.numel if local is None else int(local.numel())
+    if local is not None:
+        return int(local.numel())
+    held = recorder.registry.num_held(info) if gradient_of(info) is None else 0
+    return held if 0 < held < info.numel else info.numel
