@@ -83,6 +83,7 @@ class Culprit:
             self.kind,
             self.absent,
             self.unrecorded,
+            self.in_flight,
             getattr(event, "op", None),
             len(getattr(event, "group", ()) or ()),
             event is not None and caller_of(event),
