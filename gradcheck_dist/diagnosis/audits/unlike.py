@@ -38,12 +38,14 @@ class Unlike:
 @dataclass(frozen=True)
 class Mixed:
     """What was reduced together in a step. `alike` are the parameters of which all ranks of a group hold one value;
-    `concerned` are the ranks of all groups that hold what is unlike."""
+    `concerned` are the ranks of all groups that hold what is unlike. `sharded_beside`: a wrapper makes shards of other
+    parameters over some of these ranks, whose values do not tell whether they are of one model."""
 
     unlike: list[Unlike]
     alike: list[ParamKey]
     coordinate: dict[int, int]
     concerned: tuple[int, ...] = ()
+    sharded_beside: bool = False
 
     @property
     def tells(self) -> bool:
@@ -61,6 +63,7 @@ class Mixed:
         return (
             bool(self.unlike)
             and not self.alike
+            and not self.sharded_beside
             and all(
                 not (one.declared or one.shards)
                 and all(len(ranks) == 1 for ranks in one.holders)
@@ -91,7 +94,13 @@ def mixed(data: StepData, coordinate: Mapping[int, int]) -> Mixed:
         unlike.setdefault(one.param, one)
         concerned.update(rank for part in one.holders for rank in part)
     apart = [key for key in alike if key not in unlike]
-    return Mixed(list(unlike.values()), apart, dict(coordinate), tuple(sorted(concerned)))
+    beside = any(
+        key not in unlike and _are_shards(data, track, one.event)
+        for one in unlike.values()
+        for key, of_rank in data.tracks.items()
+        if (track := of_rank.get(one.rank)) is not None
+    )
+    return Mixed(list(unlike.values()), apart, dict(coordinate), tuple(sorted(concerned)), beside)
 
 
 def _are_shards(data: StepData, track: Track, event: Reduce) -> bool:
