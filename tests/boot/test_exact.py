@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,3 +52,65 @@ def test_a_later_step_can_be_read_and_training_goes_on_until_then(run: Run) -> N
 
 def test_nothing_is_replaced_unless_asked_for(run: Run, tmp_path: Path) -> None:
     assert "--exact" not in run("train()").stderr
+
+
+SEQUENCE_PARALLEL = """
+import torch, torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy, linear
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+
+class Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, part):
+        parts = [torch.empty_like(part) for _ in range(2)]
+        dist.all_gather(parts, part.contiguous())
+        return torch.cat(parts)
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.contiguous().clone()
+        dist.all_reduce(grad)
+        return grad.chunk(2)[rank].contiguous()
+
+class Add(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, part):
+        part = part.clone()
+        dist.all_reduce(part)
+        return part
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+torch.manual_seed(0)
+norms = nn.ModuleList(nn.LayerNorm(8) for _ in range(4))
+after = nn.Linear(8, 5)
+torch.manual_seed(1 + rank)
+up, down = nn.Parameter(torch.randn(8, 8) / 3), nn.Parameter(torch.randn(8, 8) / 3)
+optimizer = torch.optim.SGD([*norms.parameters(), *after.parameters(), up, down], lr=0.1)
+data = torch.Generator().manual_seed(5)
+for k in range(3):
+    inputs, labels = torch.randn(12, 8, generator=data), torch.randint(5, (12,), generator=data)
+    part = inputs.chunk(2)[rank]
+    for norm in norms:
+        part = part + torch.tanh(norm(part))
+    hidden = Add.apply(linear(torch.tanh(linear(Gather.apply(part), up)), down))
+    (cross_entropy(after(hidden), labels, reduction="sum") / 36).backward()
+for param in norms.parameters():
+    dist.all_reduce(param.grad)
+    if TWICE:
+        dist.all_reduce(param.grad)
+optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(("twice", "codes"), [("False", []), ("True", ["GS102"])], ids=["right", "summed twice"])
+def test_summands_of_ranks_that_share_their_tokens_stay_summands(run: Run, twice: str, codes: list[str]) -> None:
+    code = SEQUENCE_PARALLEL.replace("TWICE", twice)
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
+    done = run(code, options=("--exact", "--format", "json"), prelude="", command=torchrun)
+    report = json.loads(done.stdout)
+    assert [finding["code"] for finding in report["findings"]] == codes
+    assert report["verdict"] == ("findings" if codes else "clean")
+    assert {finding["num_parameters"] for finding in report["findings"]} == ({8} if codes else set())

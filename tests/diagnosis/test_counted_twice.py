@@ -36,7 +36,10 @@ def test_the_divisor_is_told_where_the_losses_are_multiplied_by_the_ranks(writte
     assert finding.fix.startswith("Divide by the tokens of all ranks, each counted once")
 
 
-@pytest.mark.parametrize("numbers", [[], [(3.0, "* 3")], [(2.0, "* accumulation_steps")]], ids=["none", "3", "passes"])
+OTHERS = [[], [(3.0, "* 3")], [(2.0, "* accumulation_steps")], [(2.0, "* world_size"), (0.5, "/ tp_size")]]
+
+
+@pytest.mark.parametrize("numbers", OTHERS, ids=["none", "3", "passes", "taken out again"])
 def test_nothing_is_said_of_it_where_they_are_not(numbers: list[tuple[float, str]]) -> None:
     (finding,) = judged(AVERAGED_TWICE, *numbers).findings
     assert finding.code == "GS101"

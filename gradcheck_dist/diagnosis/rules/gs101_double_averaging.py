@@ -221,7 +221,10 @@ def _undone(case: Case, size: int) -> LossNumber | None:
     context = case.context
     if context.objective != "global-token-mean" or context.relative or context.of_means or not case.everywhere:
         return None
-    found = [one for one in common_numbers(context.contributions) if size and abs(one.factor / size - 1) <= SAME]
+    numbers = common_numbers(context.contributions)
+    if not size or any(abs(one.factor * size - 1) <= SAME for one in numbers):
+        return None  # the line that takes it out again is told by itself
+    found = [one for one in numbers if abs(one.factor / size - 1) <= SAME]
     return next((one for one in found if names_ranks(one) or not names_passes(one)), None)
 
 

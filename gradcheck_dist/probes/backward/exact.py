@@ -3,12 +3,14 @@
 What is summed is then known exactly, and powers of two at few elements survive any rounding: the weights come out right
 to the last digit also in bfloat16 and with many contributions. The step is useless for training by design, so the
 process ends before the optimizer applies it. Codes are made from the labels, so that ranks that evaluate the same
-tokens (hand-written tensor parallelism) send the same one; where no loss is computed (a pipeline's early stages), from
-the rank. Gradients that are DTensors are left as they are.
+tokens (hand-written tensor parallelism) send the same one for one gradient, and others for summands of one (sequence
+parallel norms): what tells gradients apart is computed on their device, which nobody waits for. Gradients that are
+DTensors are left as they are.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import sys
@@ -31,6 +33,11 @@ WHAT_IT_HIDES = (
 EXACT_BUDGET_BYTES = 96 * 2**20  # of one step, on a model of 150 parameters with 64 contributions
 CODE_LENGTH = 16
 EXPONENTS = range(4)
+FEW_BITS = 24
+PRIME = 2654435761
+STEPS = 8
+"""How finely gradients are told apart: a direction's share, and an eighth of an octave of their norm. Copies differ by
+rounding, summands by more."""
 GRACE_S = 1.0
 """How long a rank waits before it ends, so that its last messages reach the others."""
 
@@ -49,13 +56,18 @@ class Impulses:
         if found is None:
             return None
         indices = found[0].indices
-        whose = f"labels {current.label_hash}" if current.label_hash is not None else f"rank {_rank()}"
-        rng = random.Random(f"{whose} {recorder.accumulation_step} {current.microbatch}")
+        rng = random.Random(f"labels {current.label_hash} {recorder.accumulation_step} {current.microbatch}")
         chosen = rng.sample(range(len(indices)), min(CODE_LENGTH, len(indices)))
-        values = [rng.choice((-1.0, 1.0)) * 2.0 ** rng.choice(EXPONENTS) for _ in chosen]
+        drawn = [rng.randrange(2 * len(EXPONENTS)) for _ in chosen]
         impulse = torch.zeros_like(grad, memory_format=torch.contiguous_format)
-        where = indices[torch.tensor(chosen, device=indices.device)]
-        impulse.view(-1)[where] = torch.tensor(values, dtype=grad.dtype, device=grad.device)
+        told = told_by(grad.reshape(-1)[indices])
+        mixed = (told * (2 * torch.arange(len(chosen), device=grad.device) + PRIME)) >> FEW_BITS
+        mixed = (torch.tensor(drawn, device=grad.device) + mixed) % (2 * len(EXPONENTS))
+        where = indices[(torch.tensor(chosen, device=indices.device) + told.to(indices.device)) % len(indices)]
+        values = (1 - 2 * (mixed % 2)) * 2.0 ** (mixed // 2)
+        if len(chosen) < CODE_LENGTH and torch.finfo(grad.dtype).bits > 16:  # too few to tell contributions apart alone
+            values = values * (1 + (told % 2**12) / 2**12)
+        impulse.view(-1)[where] = values.to(grad.dtype)
         return impulse
 
     def optimizer_comes(self, recorder: Recorder) -> None:
@@ -74,6 +86,27 @@ class Impulses:
         sys.stderr.flush()
         time.sleep(GRACE_S)
         os._exit(0)
+
+
+def told_by(values: Tensor) -> Tensor:
+    """A whole number of 24 bits, on the device of `values` (shape (n,)): alike of copies, and most likely not of
+    summands, whose norm or direction differ."""
+    values = torch.nan_to_num(torch.view_as_real(values) if values.is_complex() else values).float().reshape(-1)
+    norm = torch.linalg.vector_norm(values) + 1e-30
+    shares = _directions(len(values)).to(values.device) @ (values / norm)
+    told = torch.cat([shares, STEPS * torch.log2(norm).reshape(1)]).mul(STEPS).round().long()
+    mixed = (told + 2**12) * (PRIME + 2 * torch.arange(len(told), device=told.device)) % 2**FEW_BITS
+    for shift in (11, 5):
+        mixed = (
+            (mixed ^ (mixed >> shift)) * PRIME % 2**FEW_BITS * torch.arange(3, 2 * len(told) + 3, 2, device=told.device)
+        )
+    return mixed.sum() % 2**FEW_BITS
+
+
+@functools.cache
+def _directions(size: int) -> Tensor:
+    """Shape (24, size)."""
+    return torch.randn(FEW_BITS, size, generator=torch.Generator().manual_seed(size))
 
 
 def _rank() -> int:
