@@ -30,7 +30,7 @@ from gradcheck_dist.reports.timeline import duration_ns
 from gradcheck_dist.tui.grid import WeightGrid, param_grid
 from gradcheck_dist.tui.lanes import LETTERS, Lane, Mark, lanes_of
 from gradcheck_dist.tui.scale import distance
-from gradcheck_dist.tui.way import State, way
+from gradcheck_dist.tui.way import State, arrives_with, way
 
 
 @dataclass(frozen=True)
@@ -176,11 +176,11 @@ class StepView:
         cached = self._paths.get((id(held), cell.column))
         if cached is None:
             states = way(self.verdict.data, held, cell)
-            cached = self._paths[id(held), cell.column] = self._stops(states, cell.root_ratio, cell.key)
+            cached = self._paths[id(held), cell.column] = self._stops(states, held, cell)
         return cached
 
-    def _stops(self, states: list[State], root: float, key: ContributionKey) -> list[Stop]:
-        stops = self._at_the_loss(root, key)
+    def _stops(self, states: list[State], held: Held, cell: Cell) -> list[Stop]:
+        stops = self._at_the_loss(cell.root_ratio, cell.key)
         groups: list[list[State]] = []
         for state in states:
             last = groups[-1][-1].entry if groups else None
@@ -188,7 +188,7 @@ class StepView:
                 groups[-1].append(state)
             else:
                 groups.append([state])
-        before, named = root, 1.0
+        before, named = arrives_with(held, cell), 1.0
         for group in groups:
             entry = group[-1].entry
             event = self._event(entry.rank, entry.seq)

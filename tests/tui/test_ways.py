@@ -10,7 +10,8 @@ import pytest
 from still_source import first_snapshot
 from tiny_runs import header, records, write_run, write_unsummed
 
-from gradcheck_dist.events import BEFORE, OptimizerStep, Samples
+from gradcheck_dist.events import BEFORE, Loss, LossGradient, OptimizerStep, Samples
+from gradcheck_dist.ledger.transit import Hop
 from gradcheck_dist.trace.run import create_run_dir
 from gradcheck_dist.trace.writer import TraceWriter, trace_path
 from gradcheck_dist.tui.step_view import StepView
@@ -67,3 +68,17 @@ def test_what_happened_before_an_event_is_not_laid_to_it(tmp_path: Path) -> None
     last = step.stops(param, holder, held.cells[0].key)[-1]
     assert isinstance(last.event, OptimizerStep)
     assert (last.before, last.after) == pytest.approx((0.5, 0.5))
+
+
+def test_what_a_stage_sent_and_something_halved_arrives_as_half(tmp_path: Path) -> None:
+    step = view(write_run(tmp_path / "run", fault=None))
+    (param, holder), held = next(iter(step.held_by.items()))
+    cell = held.cells[0]
+    right = step.stops(param, holder, cell.key)
+    held.hops[cell.column] = (Hop(0.5, 0.0, 0, None, None),)
+    step._paths.clear()
+    halved = step.stops(param, holder, cell.key)
+    for one, other in zip(right, halved, strict=True):
+        at_the_loss = isinstance(one.event, Loss | LossGradient)
+        assert other.after == pytest.approx(one.after * (1.0 if at_the_loss else 0.5))
+        assert other.measured == pytest.approx(one.measured)
