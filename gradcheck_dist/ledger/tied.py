@@ -50,21 +50,21 @@ def ties(run: Run, names: Mapping[tuple[int, int], Key] | None = None) -> dict[K
     Args:
         names: the key of each (rank, parameter id); None takes those that the ranks recorded.
     """
+    return ties_and_doubts(run, names)[0]
+
+
+def ties_and_doubts(
+    run: Run, names: Mapping[tuple[int, int], Key] | None = None
+) -> tuple[dict[Key, Key], list[tuple[Key, Key]]]:
+    """`ties`, and pairs of an embedding and another matrix of ranks that hold nothing else of which one seed would
+    have drawn alike (a last stage of a norm and a head): one parameter, or two that were drawn by one seed."""
     first: dict[Key, Key] = {}
+    doubts: list[tuple[Key, Key]] = []
     for pairs, surely in _pairs(run, names, on_one_rank=False):
         for one, other in pairs if surely else []:
             first[other] = first.get(one, one)
-    return first
-
-
-def perhaps(run: Run, names: Mapping[tuple[int, int], Key]) -> list[tuple[Key, Key]]:
-    """An embedding and another matrix of ranks that hold nothing else of which one seed would have drawn alike (a
-    last stage of a norm and a head): one parameter, or two that were drawn by one seed."""
-    return [
-        pair
-        for pairs, surely in _pairs(run, names, on_one_rank=False)
-        for pair in ([] if surely or len(pairs) > 1 else pairs)
-    ]
+        doubts += pairs if not surely and len(pairs) == 1 else []
+    return first, doubts
 
 
 def beside(run: Run, names: Mapping[tuple[int, int], Key]) -> dict[Key, Key]:

@@ -35,7 +35,7 @@ from gradcheck_dist.ledger.names import param_key as param_key
 from gradcheck_dist.ledger.parted import Sizes
 from gradcheck_dist.ledger.same_files import name_alike
 from gradcheck_dist.ledger.solve import EPSILON
-from gradcheck_dist.ledger.tied import beside, perhaps, ties
+from gradcheck_dist.ledger.tied import beside, ties_and_doubts
 from gradcheck_dist.trace.reader import RankTrace, decode_values
 from gradcheck_dist.trace.run import Run
 
@@ -190,12 +190,13 @@ def step_data(run: Run, step: int) -> StepData:
     reached = {(rank, track.param.id) for of_rank in tracks.values() for rank, track in of_rank.items() if track.leaves}
     # What a rank built and left to others (the rest of a whole model) began as theirs did, and tells nothing of ties.
     trained = {at: key for at, key in names.items() if at in reached}
-    tied = _join_tied(tracks, ties(run, trained))
+    sure, doubts = ties_and_doubts(run, trained)
+    tied = _join_tied(tracks, sure)
     complete = all(any(isinstance(e, OptimizerStep) for e in of_rank) for of_rank in events.values())
     sets = {rank: trace.param_sets for rank, trace in run.ranks.items()}
     wrappers = {rank: trace.wrappers for rank, trace in run.ranks.items()}
     copies = {key: other for key, other in beside(run, trained).items() if _got_gradients(tracks, (key, other))}
-    maybe = [pair for pair in perhaps(run, trained) if _got_gradients(tracks, pair)]
+    maybe = [pair for pair in doubts if _got_gradients(tracks, pair)]
     return StepData(
         step, events, sets, dict(tracks), complete, wrappers, tied, copies, sizes, _frozen_parts(run, names), maybe
     )

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gradcheck_dist.events import Header, Param
-from gradcheck_dist.ledger.tied import beside, perhaps, ties
+from gradcheck_dist.ledger.tied import beside, ties, ties_and_doubts
 from gradcheck_dist.ledger.tracks import ParamKey
 from gradcheck_dist.trace.reader import RankTrace
 from gradcheck_dist.trace.run import Run
@@ -26,10 +26,7 @@ def tied_of(*ranks: tuple[int, list[dict[str, Any]]]) -> dict[ParamKey, ParamKey
 
 
 def perhaps_of(*ranks: tuple[int, list[dict[str, Any]]]) -> list[tuple[ParamKey, ParamKey]]:
-    run = run_of(*ranks)
-    return perhaps(
-        run, {(rank, id): (ranks[rank][0], p.name) for rank in run.ranks for id, p in run.ranks[rank].params.items()}
-    )
+    return ties_and_doubts(run_of(*ranks))[1]
 
 
 def run_of(*ranks: tuple[int, list[dict[str, Any]]]) -> Run:
