@@ -39,11 +39,11 @@ LATEST = 4
 
 class _Pending:
     """A parameter whose buffer is reduced piece by piece. `outputs` are the pieces that are done; `copy_size` is
-    that of the flat copy it lies in, 0 where its gradient lies there itself."""
+    that of the flat copy it lies in, 0 where its gradient lies there itself; `part`: only a part of it lies there."""
 
     def __init__(self, step: int, seq: int, how: tuple[Any, ...], copy_size: int = 0) -> None:
         self.step, self.seq, self.how, self.copy_size = step, seq, how, copy_size
-        self.length = 0
+        self.length, self.part = 0, False
         self.outputs: list[tuple[Region, Tensor, Any]] = []  # with what is to be waited for
 
 
@@ -360,6 +360,7 @@ def before_manual(
                 begun = pending[info.id] = _Pending(recorder.step, seq, how)
                 sharded = current.sharding.pop(info.id, None) if current is not None else None
                 own = [part for part in regions if part.info is info]
+                begun.part = sum(part.length for part in own) < info.numel
                 if sharded is not None and info.param.grad is not None:
                     recorder.sample(sharded[1], AFTER, info, info.param.grad)
                 elif sharded is not None:
@@ -424,7 +425,7 @@ def after_manual(
     for region in opened:
         info = region.info
         done = pending.get(info.id)
-        if done is None or done.length < _local_size(recorder, info):
+        if done is None or done.length < _local_size(recorder, info, done.part):
             continue
         del pending[info.id]
         impl, op, group, root, channel = done.how
@@ -441,10 +442,10 @@ def after_manual(
                 behind.awaited.later(work, sample)
 
 
-def _local_size(recorder: Recorder, info: ParamInfo) -> int:
-    """How many elements of a gradient lie on this rank."""
+def _local_size(recorder: Recorder, info: ParamInfo, in_part: bool) -> int:
+    """How many elements of a gradient lie on this rank. `in_part`: its copies may hold a part of it only."""
     local = getattr(info.param, "_local_tensor", None)
     if local is not None:
         return int(local.numel())
-    held = recorder.registry.num_held(info) if gradient_of(info) is None else 0
+    held = recorder.registry.num_held(info) if in_part and gradient_of(info) is None else 0
     return held if 0 < held < info.numel else info.numel
