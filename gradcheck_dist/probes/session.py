@@ -297,8 +297,8 @@ def mark_loss(
         num_tokens: a tensor is not read here where that would wait for an accelerator.
         term: "main", or the name of an auxiliary term (load balance, router z-loss, multi-token prediction).
         labels: what tells the ranks that evaluate the same tokens.
-        coefficient: what an auxiliary term is multiplied by in the objective. Without it the term's scale is only
-            compared between contributions.
+        coefficient: what the loss is multiplied by in the objective. Without it an auxiliary term's scale is only
+            compared between contributions, and a number before the main loss in a sum of several may divide as well.
 
     Returns the loss unchanged. Without an attached session it does nothing. Wrong arguments raise nothing: the loss is
     not marked, and the verdict tells why (E303).

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gradcheck_dist.diagnosis.engine import diagnose
 from gradcheck_dist.diagnosis.finding import Report
-from gradcheck_dist.probes import attach
+from gradcheck_dist.probes import attach, mark_loss
 from gradcheck_dist.trace.run import read_run
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -75,6 +75,33 @@ def test_a_coefficient_that_stands_in_for_a_missing_division_leaves_the_verdict_
     report = trained(tmp_path, lambda x, z, y: 0.25 * F.cross_entropy(x, y) + 0.75 * distilled(x))
     assert (report.verdict, report.findings) == ("undetermined", [])
     assert "x 4 too large where it is a coefficient" in report.reasons[0]
+
+
+@pytest.mark.parametrize(
+    ("before", "declared", "behind", "found"),
+    [
+        (0.25, 0.25, STEPS, []),
+        (0.25, 0.25, 1, [("GS303", "accumulation_steps")]),
+        (0.25, 1.0, 1, []),
+        (1.0, 1.0, 1, [("GS303", "accumulation_steps")]),
+    ],
+)
+def test_a_declared_coefficient_of_the_main_loss_tells_what_divides(
+    tmp_path: Path, before: float, declared: float, behind: int, found: list[tuple[str, str]]
+) -> None:
+    def loss(x: Tensor, z: Tensor, y: Tensor) -> Tensor:
+        main = mark_loss(F.cross_entropy(x, y, reduction="sum"), len(y), coefficient=declared) / len(y)
+        return (before * main + 0.75 * distilled(x)) / behind
+
+    report = trained(tmp_path, loss)
+    assert [(one.code, one.factor.expression) for one in report.findings] == found, report.reasons
+    assert report.verdict == ("findings" if found else "clean")
+
+
+def test_where_every_declared_loss_is_a_term_that_is_said(tmp_path: Path) -> None:
+    report = trained(tmp_path, lambda x, z, y: mark_loss(F.cross_entropy(x, y, reduction="sum"), len(y), term="ce"))
+    assert report.verdict == "undetermined"
+    assert "all that mark_loss declares are terms (ce): call it without term=..." in report.reasons[0]
 
 
 def test_a_division_by_passes_in_the_sum_is_clean(tmp_path: Path) -> None:

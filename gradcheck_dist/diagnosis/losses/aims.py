@@ -23,7 +23,7 @@ from gradcheck_dist.diagnosis.losses.class_weights import by_class_weights, tell
 from gradcheck_dist.diagnosis.losses.elements import MEANS, OF_WEIGHTED, Counted, by_elements, in_means, in_words
 from gradcheck_dist.diagnosis.losses.lines import lines_in_words, lines_that_scale
 from gradcheck_dist.diagnosis.losses.loud_ranks import loud_ranks
-from gradcheck_dist.diagnosis.losses.marked import marked_aside
+from gradcheck_dist.diagnosis.losses.marked import marked_aside, without_declared
 from gradcheck_dist.diagnosis.losses.parts import counted_once, parts_of_one_loss
 from gradcheck_dist.diagnosis.losses.repeated import repeats, replaced, weighing_or_gone
 from gradcheck_dist.diagnosis.losses.returned import arrived, looked_at
@@ -162,8 +162,10 @@ def _of_losses(
     computed = any(c.gradient is not None and c.gradient.computed for c in contributions.by_key.values())
     if computed and (by_what_is_reduced := _by_elements(objective, data, contributions, measured)) is not None:
         return by_what_is_reduced
+    declared = without_declared(contributions, data.events)
+    contributions = declared or contributions
     counted = _counted(objective, contributions, groups)
-    in_sums = as_written(contributions, data.events)
+    in_sums = as_written(contributions, data.events) if declared is None else []
     if in_sums and (unusable or _wrong(counted, measured)):
         readings = [(one, _counted(objective, one.contributions, groups)) for one in in_sums]
         means = [_counted(MEANS, one.contributions, groups) for one in in_sums]

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from gradcheck_dist.events import Backward, Loss, LossGradient
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from gradcheck_dist.events import Backward, Event, Loss, LossGradient
+from gradcheck_dist.ledger.contributions import Contributions
+from gradcheck_dist.ledger.terms import MAIN
 from gradcheck_dist.ledger.tracks import StepData
 
 MARKED = "mark_loss"
@@ -28,3 +33,33 @@ def marked_aside(data: StepData) -> str:
             place = f" at {site.short}" if site is not None else ""
             place = f"mark_loss{place} was given a tensor {ASIDE}: compute the loss from it, as in {ON_THE_WAY}"
     return place
+
+
+def declared_terms(data: StepData) -> list[str]:
+    """The names of the auxiliary terms of a step."""
+    losses = (event for events in data.events.values() for event in events if isinstance(event, Loss))
+    return sorted({loss.term for loss in losses} - {MAIN})
+
+
+def without_declared(contributions: Contributions, events: Mapping[int, Sequence[Event]]) -> Contributions | None:
+    """The contributions as their losses weigh without the coefficients that mark_loss declares of them: what else
+    stands before a loss divides. None where one has several losses, or one whose coefficient nobody declared."""
+    declared = {
+        (rank, event.loss_id): event.coefficient
+        for rank, of_rank in events.items()
+        for event in of_rank
+        if isinstance(event, Loss) and event.term == MAIN and event.coefficient
+    }
+    if not declared:
+        return None
+    by_key = dict(contributions.by_key)
+    for key, one in contributions.by_key.items():
+        if one.num_tokens == 0:
+            continue
+        number = (
+            declared.get((one.loss_rank, one.gradient.loss_id)) if one.gradient and one.loss_rank is not None else None
+        )
+        if number is None or one.num_losses != 1 or one.weight is None:
+            return None
+        by_key[key] = replace(one, weight=one.weight / number)
+    return replace(contributions, by_key=by_key)

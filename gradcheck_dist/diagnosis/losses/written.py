@@ -26,6 +26,9 @@ EXACT = 1e-5
 """Relative; how near to a count a number must be that is made of it."""
 COUNTED, MOST_TOLD = 1e-6, 50_000
 """Relative; how near a number next to 1 is to one that counts make, and up to how many tokens chance hits none."""
+DECLARE = (
+    "gradcheck_dist.mark_loss(loss_sum, num_tokens, coefficient=...) on it, and with term=... on the others, tells"
+)
 LossOfPasses = dict[ContributionKey, tuple[LossGradient, Loss | None]]
 
 
@@ -58,7 +61,7 @@ class Written:
         return (
             f"{self.coefficient:.4g} x stands before the loss in a sum of several: all weights are right where that "
             f"divides by ranks or passes, and x {1 / self.coefficient:.4g} too large where it is a coefficient. "
-            "gradcheck_dist.mark_loss(loss_sum, num_tokens, term=..., coefficient=...) on each loss tells"
+            f"{DECLARE}"
         )
 
     @property
@@ -74,21 +77,21 @@ class Written:
                 f"{self.counted:.4g} x stands before the mean of a loss in a sum of several, and is one over the "
                 "tokens that it counts in the step, or ranks or passes over them: right where that is its coefficient, "
                 "and one division too many where a sum was meant. "
-                "gradcheck_dist.mark_loss(loss_sum, num_tokens, term=..., coefficient=...) on each loss tells"
+                f"{DECLARE}"
             )
         if self.uncounted is not None:
             return (
                 f"a loss in a sum of several is divided by the tokens of its own pass, unequal numbers, and multiplied "
                 f"by {self.uncounted:.4g}, as many as ranks or passes: right where that is its coefficient, and wrong "
                 "where tokens were to be summed over these first. "
-                "gradcheck_dist.mark_loss(loss_sum, num_tokens, term=..., coefficient=...) on each loss tells"
+                f"{DECLARE}"
             )
         if self.divided is not None:
             return (
                 f"a loss in a sum of several is divided there by {self.divided:g}, as many as ranks or passes: right "
                 "where that is its coefficient, and one division too many where a mean over these was meant, of which "
                 "an average follows. "
-                "gradcheck_dist.mark_loss(loss_sum, num_tokens, term=..., coefficient=...) on each loss tells"
+                f"{DECLARE}"
             )
         if self.num_parts > 1:
             together = self.coefficient * self.num_parts
@@ -96,12 +99,12 @@ class Written:
                 f"each backward pass adds up {self.num_parts} losses of one line, beside others, and "
                 f"{self.coefficient:.4g} x stands before each: right where these are tasks of their own, and x "
                 f"{together:.4g} of the mean over them where they are parts of one batch. "
-                "gradcheck_dist.mark_loss(loss_sum, num_tokens, term=..., coefficient=...) on each loss tells"
+                f"{DECLARE}"
             )
         return (
             f"{self.coefficient:.4g} x stands before the loss in a sum of several: all weights are right where that is "
             "its coefficient, and wrong where it is meant to divide by ranks, passes or tokens. "
-            "gradcheck_dist.mark_loss(loss_sum, num_tokens, term=..., coefficient=...) on each loss tells"
+            f"{DECLARE}"
         )
 
     def explains(self, ratio: float) -> bool:

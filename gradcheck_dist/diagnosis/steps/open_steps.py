@@ -10,7 +10,7 @@ from math import isfinite
 import numpy as np
 
 from gradcheck_dist.diagnosis.finding import Coverage
-from gradcheck_dist.diagnosis.losses.marked import marked_aside
+from gradcheck_dist.diagnosis.losses.marked import declared_terms, marked_aside
 from gradcheck_dist.diagnosis.norms.step_norms import StepNorms
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
 from gradcheck_dist.diagnosis.weights.cells import COUNTED_AGAIN, COUNTS_NOTHING, MAX_SPREAD, Held
@@ -161,6 +161,10 @@ def why_not(run: Run, data: StepData, contributions: Contributions) -> list[str]
     reasons += dict.fromkeys(data.told(THREADS))
     if not contributions.by_key:
         tells = "call gradcheck_dist.mark_loss(loss_sum, num_tokens) where the loss is computed"
+        if terms := declared_terms(data):
+            tells = (
+                f"all that mark_loss declares are terms ({in_short(terms)}): call it without term=... for the main one"
+            )
         reasons.append(f"no loss was seen: {marked_aside(data) or tells}")
     counted = [c for c in contributions.by_key.values() if c.num_tokens is not None]
     if 0 < len(counted) < len(contributions.by_key):
