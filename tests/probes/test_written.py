@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from elsewhere import pretend
 from torch import Tensor, nn
 
 from gradcheck_dist.diagnosis.engine import diagnose
@@ -261,16 +262,31 @@ def test_batches_that_go_backward_together_and_no_mean_of_them_are_left_open(
 @pytest.mark.parametrize(("number", "codes"), [(1 / STEPS, []), (1.0, ["GS303"])])
 def test_what_is_multiplied_by_zero_is_no_term(tmp_path: Path, number: float, codes: list[str], mean: bool) -> None:
     """All parameters times zero, so that a wrapper sees each of them: the number before the loss is no coefficient."""
+    report = beside_nothing(tmp_path, number, mean=mean)
+    assert [finding.code for finding in report.findings] == codes
+    assert codes or report.verdict == "clean"
+
+
+@pytest.mark.parametrize("mean", [True, False])
+def test_on_an_accelerator_it_is_a_term_that_weighs_nothing(
+    tmp_path: Path, mean: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That the number is zero is not read in time there."""
+    pretend(monkeypatch)
+    report = beside_nothing(tmp_path, 1 / STEPS, mean=mean)
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert not any("this is a bug" in reason for reason in report.reasons), report.reasons
+
+
+def beside_nothing(run_dir: Path, number: float, *, mean: bool) -> Report:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with attach(tmp_path):
+    with attach(run_dir):
         for size in EQUAL:
             logits, labels = model(torch.randn(size, 6)), torch.randint(5, (size,))
             loss = F.cross_entropy(logits, labels) if mean else squared(logits)
             loss = loss if number == 1 else loss * number
             (loss + 0.0 * sum(param.sum() for param in model.parameters())).backward()
         optimizer.step()
-    report = diagnose(read_run(tmp_path))
-    assert [finding.code for finding in report.findings] == codes
-    assert codes or report.verdict == "clean"
+    return diagnose(read_run(run_dir))

@@ -18,6 +18,7 @@ OWN = "an optimizer of one's own that empties or writes by hand leaves nothing t
 PLACES = "which gradients a buffer holds is found in the first step, and by its place in later ones"
 LOSSES = "what such a loss counts is told by numbers that may not be waited for"
 BATCHES = "what the first module is given is read on the host alone, and tells passes of one batch without labels"
+ZERO = "that a number is zero is read on the host alone: what it multiplies is a term, and the loss stands in a sum"
 LESS_IS_KNOWN = {
     "test_copies_that_come_one_by_one_are_found_where_the_last_one_ended[-1]": PLACES,
     "test_what_is_no_copy_is_compared_with_so_many_gradients_a_step": PLACES,
@@ -44,6 +45,8 @@ LESS_IS_KNOWN = {
     "test_losses_of_parts_may_add_up[regressed]": BATCHES,
     "test_a_division_by_ranks_that_lacks_is_found_beside_them[predicted summed]": BATCHES,
     "test_a_division_by_ranks_that_lacks_is_found_beside_them[regressed summed]": BATCHES,
+    "test_what_is_multiplied_by_zero_is_no_term[0.25-codes0-True]": ZERO,
+    "test_what_is_multiplied_by_zero_is_no_term[0.25-codes0-False]": ZERO,
     "test_what_is_on_the_host_arrives_at_once": "nothing is on the host",
     "test_what_waits_to_be_made_is_not_lost_with_one_that_fails": "nothing is on the host",
 }

@@ -69,7 +69,7 @@ def _without_coefficient(term: Term, contributions: Contributions) -> Contributi
     for of in _before_means(term, contributions):
         number = abs(next(iter(of.values())))
         divisions = {times for degree in degrees for times in (degree, 1 / degree)}
-        if _one_number(of.values()) and not any(abs(number - one) <= SAME * one for one in divisions):
+        if number and _one_number(of.values()) and not any(abs(number - one) <= SAME * one for one in divisions):
             # Nobody is accused by them: other numbers that come to as much may stand before the term.
             freed = {key: _over(event, number) for key, event in term.items()}
             return _told_by(freed, contributions)
