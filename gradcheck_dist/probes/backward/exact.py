@@ -106,7 +106,7 @@ def told_by(values: Tensor) -> Tensor:
 @functools.cache
 def _directions(size: int) -> Tensor:
     """Shape (24, size)."""
-    return torch.randn(FEW_BITS, size, generator=torch.Generator().manual_seed(size))
+    return torch.randn(FEW_BITS, size, generator=torch.Generator("cpu").manual_seed(size), device="cpu")
 
 
 def _rank() -> int:

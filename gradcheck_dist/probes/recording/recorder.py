@@ -120,6 +120,7 @@ class Recorder(Sampler):
         self.copies = HostCopies()
         self.unsampled = UnsampledSteps(writer.append, self.copies) if every_step else None
         self.recording = self.sampling or every_step
+        self.forward_sampled, self.forward_recorded = self.sampling, self.recording  # the step of a forward pass now
         self.end = None if every_step else end_of(steps)
         self.finished: Callable[[], None] | None = None  # called once, when the last step to record is over
         self._stepped = False
@@ -205,6 +206,7 @@ class Recorder(Sampler):
             asked = self.step - self._abandoned
             self.sampling = self._is_asked(asked)
             self.recording = self.sampling or self.unsampled is not None
+            self.forward_sampled, self.forward_recorded = self.sampling, self.recording
             if self.sampling:
                 self.passes.tell(self.emit)
                 if self.registry.rotates:
@@ -230,6 +232,7 @@ class Recorder(Sampler):
                 self._tell_end()
         finally:  # whatever fails, this rank's steps keep the numbers of the others'
             self._stepped = True
+            self.forward_sampled, self.forward_recorded = self.samples_upcoming, self.records_upcoming
 
     def _tell_end(self) -> None:
         duration_ns = time.perf_counter_ns() - self._step_start_ns
