@@ -273,12 +273,12 @@ def test_on_an_accelerator_it_is_a_term_that_weighs_nothing(
 ) -> None:
     """That the number is zero is not read in time there."""
     pretend(monkeypatch)
-    report = beside_nothing(tmp_path, 1 / STEPS, mean=mean)
+    report = beside_nothing(tmp_path, 1 / STEPS, mean=mean, zero=torch.zeros(()))
     assert (report.verdict, report.findings) == ("undetermined", [])
     assert not any("this is a bug" in reason for reason in report.reasons), report.reasons
 
 
-def beside_nothing(run_dir: Path, number: float, *, mean: bool) -> Report:
+def beside_nothing(run_dir: Path, number: float, *, mean: bool, zero: float | Tensor = 0.0) -> Report:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -287,6 +287,6 @@ def beside_nothing(run_dir: Path, number: float, *, mean: bool) -> Report:
             logits, labels = model(torch.randn(size, 6)), torch.randint(5, (size,))
             loss = F.cross_entropy(logits, labels) if mean else squared(logits)
             loss = loss if number == 1 else loss * number
-            (loss + 0.0 * sum(param.sum() for param in model.parameters())).backward()
+            (loss + zero * sum(param.sum() for param in model.parameters())).backward()
         optimizer.step()
     return diagnose(read_run(run_dir))
