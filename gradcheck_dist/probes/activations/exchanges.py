@@ -93,7 +93,7 @@ class Exchanges:
     @property
     def notes(self) -> bool:
         """Whether it is noted which functions communicate."""
-        return self.recorder.forward_sampled and not self.recorder.suspended and several_ranks()
+        return self.recorder.samples_upcoming and not self.recorder.suspended and several_ranks()
 
     @property
     def listens(self) -> bool:

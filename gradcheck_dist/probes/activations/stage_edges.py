@@ -98,7 +98,7 @@ def _keeping(recorder: Recorder, edges: _Edges, original: Callable[..., Any]) ->
 @guarded("stage_edges")
 def _keep(recorder: Recorder, edges: _Edges, outputs: Sequence[Any]) -> None:
     """A stage has computed these and keeps their places in the graph alone."""
-    if not recorder.forward_sampled or recorder.impulses is not None:
+    if not recorder.samples_upcoming or recorder.impulses is not None:
         return
     for output in outputs:
         node: Any = getattr(output, "grad_fn", None)

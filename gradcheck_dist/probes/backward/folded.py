@@ -41,7 +41,7 @@ def watch(recorder: Recorder, args: tuple[Any, ...], results: Any) -> None:
 
 
 def _watch(recorder: Recorder, args: tuple[Any, ...], results: Any) -> None:
-    watched = recorder.forward_sampled
+    watched = recorder.samples_upcoming
     params = [arg for arg in args if isinstance(arg, Parameter) and arg.requires_grad] if watched else []
     infos = [info for param in params if (info := recorder.registry.find(param)) is not None]
     made = results[0] if isinstance(results, tuple) and results else results

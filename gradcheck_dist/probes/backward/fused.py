@@ -108,7 +108,7 @@ def watch(recorder: Recorder, args: tuple[Any, ...], results: Any) -> None:
 
 
 def _watch(recorder: Recorder, param: Parameter, results: Any) -> None:
-    info = recorder.registry.find(param) if recorder.forward_sampled else None
+    info = recorder.registry.find(param) if recorder.samples_upcoming else None
     made = results[0] if isinstance(results, tuple) and results else results
     node: Any = getattr(made, "grad_fn", None)
     if info is not None and info.active and node is not None and buffer_of(info) is not None:

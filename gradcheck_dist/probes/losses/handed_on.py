@@ -97,7 +97,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
 @guarded("handed_on")
 def note(recorder: Recorder, cuts: Cuts, tensor: Tensor) -> None:
     """A tensor shall have a gradient."""
-    watched = recorder.forward_sampled and not recorder.suspended
+    watched = recorder.samples_upcoming and not recorder.suspended
     if watched and tensor.requires_grad and tensor.is_leaf and tensor.dim() > 1:
         cuts.made = True
 

@@ -76,7 +76,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
             return original(cls, *args, **kwargs)
         whole = [arg for arg in args if isinstance(arg, Tensor) and arg.dtype in WHOLE and arg.dim()]
         looked = look_at(recorder, args, whole) if whole else None
-        if not recorder.forward_recorded:
+        if not recorder.records_upcoming:
             return original(cls, *args, **kwargs)
         watched = recorder.exchanges
         calls = Calls()

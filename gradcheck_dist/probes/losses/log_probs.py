@@ -64,7 +64,7 @@ class Clusters:
 def _watch_clusters(recorder: Recorder, clusters: Clusters, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def forward(self: Any, input_: Tensor, target_: Tensor) -> Any:
-        if torch.compiler.is_compiling() or not recorder.forward_recorded or recorder.suspended or target_.dim() != 1:
+        if torch.compiler.is_compiling() or not recorder.records_upcoming or recorder.suspended or target_.dim() != 1:
             return original(self, input_, target_)
         clusters.inside = True
         try:
@@ -85,7 +85,7 @@ def _watch_gather(recorder: Recorder, clusters: Clusters, original: Callable[...
             picked = handle_torch_function(original, (input,), input, *args, **kwargs)
         else:
             picked = original(input, *args, **kwargs)
-        if torch.compiler.is_compiling() or not recorder.forward_recorded or recorder.suspended or clusters.inside:
+        if torch.compiler.is_compiling() or not recorder.records_upcoming or recorder.suspended or clusters.inside:
             return picked
         if picked.requires_grad:
             dim = kwargs.get("dim", args[0] if args else 0)

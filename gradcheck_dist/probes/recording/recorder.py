@@ -120,7 +120,8 @@ class Recorder(Sampler):
         self.copies = HostCopies()
         self.unsampled = UnsampledSteps(writer.append, self.copies) if every_step else None
         self.recording = self.sampling or every_step
-        self.forward_sampled, self.forward_recorded = self.sampling, self.recording  # the step of a forward pass now
+        # Of the step that a forward pass belongs to that runs now; no properties, which could fail into training.
+        self.samples_upcoming, self.records_upcoming = self.sampling, self.recording
         self.end = None if every_step else end_of(steps)
         self.finished: Callable[[], None] | None = None  # called once, when the last step to record is over
         self._stepped = False
@@ -151,16 +152,6 @@ class Recorder(Sampler):
     def upcoming_step(self) -> int:
         """The step that a forward pass belongs to that runs now."""
         return self.step + self._stepped
-
-    @property
-    def samples_upcoming(self) -> bool:
-        """Whether samples are taken in that step."""
-        return self._is_asked(self.upcoming_step - self._abandoned) if self._stepped else self.sampling
-
-    @property
-    def records_upcoming(self) -> bool:
-        """Whether it is recorded at all."""
-        return self.samples_upcoming or self.unsampled is not None
 
     @property
     def records_next(self) -> bool:
@@ -206,7 +197,7 @@ class Recorder(Sampler):
             asked = self.step - self._abandoned
             self.sampling = self._is_asked(asked)
             self.recording = self.sampling or self.unsampled is not None
-            self.forward_sampled, self.forward_recorded = self.sampling, self.recording
+            self.samples_upcoming, self.records_upcoming = self.sampling, self.recording
             if self.sampling:
                 self.passes.tell(self.emit)
                 if self.registry.rotates:
@@ -232,7 +223,8 @@ class Recorder(Sampler):
                 self._tell_end()
         finally:  # whatever fails, this rank's steps keep the numbers of the others'
             self._stepped = True
-            self.forward_sampled, self.forward_recorded = self.samples_upcoming, self.records_upcoming
+            self.samples_upcoming = self._is_asked(self.step + 1 - self._abandoned)
+            self.records_upcoming = self.samples_upcoming or self.unsampled is not None
 
     def _tell_end(self) -> None:
         duration_ns = time.perf_counter_ns() - self._step_start_ns

@@ -51,7 +51,7 @@ class Copies:
     @property
     def counts(self) -> bool:
         """Whether exchanges count: modules may have their places before the first recorded step."""
-        return self.recorder.forward_sampled or not self._num_known
+        return self.recorder.samples_upcoming or not self._num_known
 
     def exchanged(self, tensor: Any, group: Any) -> None:
         """Ranks are about to exchange a tensor by all-to-all: activations, outside of backward passes."""
